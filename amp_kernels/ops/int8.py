@@ -583,6 +583,10 @@ def _check_conv2d(
             f"{op}: x must be at least as large as the dilated kernel after padding, got {tuple(x.shape[1:3])} pixels "
             f"for a kernel of {tuple(weight.shape[1:3])}, padding {tuple(padding)} and dilation {tuple(dilation)}"
         )
+    if x.shape[0] * max(x.shape[1], 1) * max(x.shape[2], 1) >= 2**32:
+        raise ValueError(
+            f"{op}: x must have fewer than 2^32 pixels, got {tuple(x.shape[:3])}; give fewer images at a time"
+        )
     _check_scale_of_first(op, "x", x, x_scale, x_zero_point, "image")
     _check_scale_of_first(op, "weight", weight, weight_scale, None, "output channel")
     _check_result(op, "x", x, weight.shape[0], bias, out_dtype, out_scale, out_zero_point)

@@ -306,7 +306,9 @@ CONVOLUTIONS: dict[str, _Conv] = {
     "whole_image": _Conv(2, (4, 4), 16, 10, (4, 4)),
     "no_images": _Conv(0, (5, 5), 3, 4, (3, 3)),
     "no_outputs": _Conv(2, (5, 5), 3, 0, (3, 3)),
+    # With 3 multiprocessors, the CUDA kernel computes these two in tiles of 128 x 128 and of 128 x 256.
     "many_tiles": _Conv(2, (16, 17), 16, 130, (2, 2)),
+    "large_tiles": _Conv(1, (12, 12), 16, 130, (3, 3), padding=(1, 1)),
 }
 
 

@@ -65,7 +65,7 @@ TILES = {
     ),
     "int8_conv2d": (
         "fp32-3x3", "int8-strided_without_zeros", "fp32-all_different", "int8-odd_channels_without_zeros",
-        "fp32-plain_product", "fp32-many_tiles", "int8-many_tiles_without_zeros",
+        "fp32-plain_product", "fp32-many_tiles", "int8-many_tiles_without_zeros", "fp32-large_tiles",
     ),
     "int8_linear": (
         "fp16-1x1x1", "fp32-16x16x16", "bf16-1x64x64", "bf16-64x64x64", "fp16-17x33x65", "fp16-small", "bf16-small",

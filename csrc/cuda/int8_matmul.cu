@@ -7,6 +7,9 @@
 // The sums over k of a * b, of row m of a, and of column n of b are exact in int32. All of them are computed in the
 // same pass over a and b.
 //
+// A convolution is such a product too. Its a is not in memory: the rows of a are gathered from images (../int8.h), and
+// b is the weight, whose codes have no zero points. So the sums of rows are not needed.
+//
 //   tiled_kernel: a block computes a tile of 64 x 64, 128 x 128 or 128 x 256 outputs. Both operands are copied to a
 //   ring of stages in shared memory, 64 bytes along k per stage. Each of the 8 warps computes a part of the tile. Its
 //   sums stay in registers, as fragments of m16n8k32 (tensor_cores.cuh).
@@ -17,6 +20,8 @@
 //                     +------+------+------+------+
 //                     | warp | warp | warp | warp |
 //                     +------+------+------+------+
+//
+//   Convolutions take this kernel too, with ConvLoader in the place of Loader for a.
 //
 //   few_rows_kernel: a block computes up to 16 rows x 32 columns, or 64 rows x 16 columns. Its warps divide k among
 //   them. b is read once, K N bytes in all, straight into fragments. The reads of b limit the speed.
@@ -94,6 +99,103 @@ struct Columns {
   }
 };
 
+// ----------------------------------------------------------------------------------- convolutions
+
+// The left operand of a convolution. It has a row for each output pixel.
+struct Images {
+  const char* first;
+  int64_t rows;
+  const int32_t* zero_point;  // one for all rows if zero_point_step is 0; one for each row if it is 1; or nullptr
+  int64_t zero_point_step;
+  Window window;
+
+  // What the loop over k needs of `window`, in 32 bits.
+  uint32_t height, width, channels;
+  uint32_t taps;   // in a line of the kernel
+  uint32_t right;  // pixels from a tap to the next one
+  uint32_t down;   // lines of the image from a line of the kernel to the next one
+  uint32_t left;   // pixels from the place behind the last tap of a line to the first tap of a line
+};
+
+// Fills tiles as Loader does, with rows that are gathered from images. A thread copies one 16-byte chunk of every
+// kLines-th row. A chunk holds 16 channels of a pixel. Each fetch() goes 64 bytes further along k: to later channels of
+// the same pixel, or to the pixel under another tap. For example, with 48 channels:
+//
+//   k ->     [ tap 0,0: c0 c1 c2 ][ tap 0,1: c0 c1 c2 ][ tap 0,2: c0 c1 c2 ][ tap 1,0: c0 c1 c2 ] ...
+//   fetch                0  0  0             0  1  1             1  1  2             2  2  2
+//
+// A pixel outside of the image is not in memory. Its chunks are filled with the code of padding, by ordinary stores.
+// Barriers order these stores as they order copies (for_tiles).
+//
+// The rows of a tile may end before the tile does. The rows after the last one repeat it. Their results are not stored.
+// The taps of a tile may also end before the tile does. What is fetched after them is multiplied by zeros of b.
+//
+// Coordinates and numbers of pixels are computed modulo 2^32. So a negative coordinate becomes a large one, and a
+// comparison with the size of the image finds that it lies outside. require_few_pixels makes sure that 32 bits are
+// enough. With coordinates of 64 bits, a tile of 128 x 128 spilled registers.
+template <int kRows>
+struct ConvLoader {
+  static constexpr int kLines = kThreads / kTileChunks;  // rows that all threads together copy at a time
+  static constexpr int kTimes = kRows / kLines;
+
+  const Images& images;
+  uint32_t y[kTimes], x[kTimes];  // the pixel of the chunk
+  uint32_t image[kTimes];         // the number of the image's first pixel, among the pixels of all images
+  uint32_t padding[kTimes];       // four codes
+  uint32_t tap, channel;          // the tap in its line of the kernel, and the first channel of the chunk
+  int to;                         // offset in the tile
+
+  __device__ ConvLoader(const Images& operand, int64_t first_row) : images(operand) {
+    const Window& window = images.window;
+    const int line = threadIdx.x / kTileChunks, chunk = threadIdx.x % kTileChunks;
+    tap = 0;
+    channel = chunk * 16;
+    to = line * kTileBytes + MatrixSwizzle::at(line, chunk) * 16;
+#pragma unroll
+    for (int i = 0; i < kTimes; ++i) {
+      const int64_t in_tile = first_row + line + i * kLines, row = in_tile < images.rows ? in_tile : images.rows - 1;
+      const int64_t number = row / window.out_pixels(), pixel = row % window.out_pixels();
+      y[i] = static_cast<uint32_t>(window.first(0, pixel / window.out[1]));
+      x[i] = static_cast<uint32_t>(window.first(1, pixel % window.out[1]));
+      image[i] = static_cast<uint32_t>(number * window.size[0] * window.size[1]);
+      const int zero_point = images.zero_point == nullptr ? 0 : images.zero_point[row * images.zero_point_step];
+      padding[i] = 0x01010101u * static_cast<uint8_t>(zero_point < -128 ? -128 : zero_point > 127 ? 127 : zero_point);
+    }
+  }
+
+  __device__ __forceinline__ void fetch(char* tile, bool) {
+#pragma unroll 1
+    while (channel >= images.channels) next_tap();
+#pragma unroll
+    for (int i = 0; i < kTimes; ++i) {
+      char* const chunk = tile + to + i * kLines * kTileBytes;
+      if (y[i] < images.height && x[i] < images.width) {
+        const uint32_t pixel = image[i] + y[i] * images.width + x[i];
+        copy_async(chunk, images.first + (static_cast<uint64_t>(pixel) * images.channels + channel), 16);
+      } else {
+        const int codes = static_cast<int>(padding[i]);
+        *reinterpret_cast<int4*>(chunk) = make_int4(codes, codes, codes, codes);
+      }
+    }
+    channel += kTileBytes;
+  }
+
+ private:
+  __device__ __forceinline__ void next_tap() {
+    channel -= images.channels;
+    ++tap;
+#pragma unroll
+    for (int i = 0; i < kTimes; ++i) x[i] += images.right;
+    if (tap < images.taps) return;
+    tap = 0;
+#pragma unroll
+    for (int i = 0; i < kTimes; ++i) {
+      y[i] += images.down;
+      x[i] -= images.left;
+    }
+  }
+};
+
 // ------------------------------------------------------------------------------------------ tiles
 
 // Reads of shared memory limit the speed. With a tile of 128 x 256, a warp computes twice as many products as with a
@@ -113,7 +215,7 @@ struct Tile {
   int row_sum[kRowTiles][2] = {};
   int column_sum[kColumnTiles] = {};
 
-  template <bool kSums>
+  template <bool kRowSums, bool kColumnSums>
   __device__ __forceinline__ void multiply(const char* a, const char* b, int down, int across) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -138,11 +240,13 @@ struct Tile {
       for (int i = 0; i < kRowTiles; ++i)
 #pragma unroll
         for (int j = 0; j < kColumnTiles; ++j) multiply_codes(sum[i][j], a_words[i], b_words[j]);
-      if constexpr (kSums) {
+      if constexpr (kRowSums) {
 #pragma unroll
         for (int i = 0; i < kRowTiles; ++i)
 #pragma unroll
           for (int w = 0; w < 4; ++w) row_sum[i][w % 2] = add_codes(a_words[i][w], row_sum[i][w % 2]);
+      }
+      if constexpr (kColumnSums) {
 #pragma unroll
         for (int j = 0; j < kColumnTiles; ++j)
           column_sum[j] = add_codes(b_words[j][1], add_codes(b_words[j][0], column_sum[j]));
@@ -168,19 +272,27 @@ struct Tile {
   }
 };
 
-template <int kM, int kN, bool kSums>
+// `Left` is Operand, or Images for a convolution. kSums may be false only if there are no zero points. In a
+// convolution, only a has zero points.
+template <class Left, int kM, int kN, bool kSums>
 __global__ void __launch_bounds__(kThreads, Tile<kM, kN>::kBlocks)
-    tiled_kernel(const Int8Matmul matmul, const Operand a, const Operand b) {
+    tiled_kernel(const Int8Matmul matmul, const Left a, const Operand b) {
   using TileOf = Tile<kM, kN>;
+  constexpr bool kConvolves = std::is_same_v<Left, Images>, kRowSums = kSums && !kConvolves;
   char* const shared = shared_memory();
-  const TilePosition at = TilePosition::of<kM, kN>(matmul.m, matmul.n, blockIdx.x);
+  TilePosition at = TilePosition::of<kM, kN>(matmul.m, matmul.n, blockIdx.x);
+  // A convolution needs all registers in the loop over k. Therefore the position of the tile is kept there as two
+  // numbers of 32 bits, which take half the registers of `at`.
+  const unsigned tile_down = static_cast<unsigned>(at.m / kM), tile_across = static_cast<unsigned>(at.n / kN);
   const int warp = threadIdx.x / 32, down = warp / kWarpsAcross, across = warp % kWarpsAcross;
-  Loader<kM> load_a(a, at.m);
+  std::conditional_t<kConvolves, ConvLoader<kM>, Loader<kM>> load_a(a, at.m);
   Loader<kN> load_b(b, at.n);
   TileOf tile;
   for_tiles<TileOf::kStages, kM * kTileBytes, TileOf::kStageBytes>(
-      shared, (matmul.k + kTileBytes - 1) / kTileBytes, load_a, load_b,
-      [&](const char* a_tile, const char* b_tile) { tile.template multiply<kSums>(a_tile, b_tile, down, across); });
+      shared, (matmul.k + kTileBytes - 1) / kTileBytes, load_a, load_b, [&](const char* a_tile, const char* b_tile) {
+        tile.template multiply<kRowSums, kSums>(a_tile, b_tile, down, across);
+      });
+  at = {static_cast<int64_t>(tile_down) * kM, static_cast<int64_t>(tile_across) * kN};
   int* const row_sums = reinterpret_cast<int*>(shared + TileOf::kSumsOffset);
   int* const column_sums = row_sums + kM;
   if constexpr (kSums) tile.store_sums(row_sums, column_sums, down, across);
@@ -192,7 +304,8 @@ __global__ void __launch_bounds__(kThreads, Tile<kM, kN>::kBlocks)
         constexpr int kEach = decltype(each)::value;
         const Columns<kEach, kSums> columns(matmul, at.n + column, column_sums + column);
         return [=](int row, const Vector<int, kEach>& sums) {
-          if (at.m + row < matmul.m) columns.store(matmul, at.m + row, at.n + column, sums, kSums ? row_sums[row] : 0);
+          if (at.m + row < matmul.m)
+            columns.store(matmul, at.m + row, at.n + column, sums, kRowSums ? row_sums[row] : 0);
         };
       });
 }
@@ -299,12 +412,56 @@ __global__ void __launch_bounds__(kFewWarps<kRowTiles> * 32, kFewBlocks<kRowTile
 
 int64_t tiles_of(const Int8Matmul& matmul, int m, int n) { return (matmul.m + m - 1) / m * ((matmul.n + n - 1) / n); }
 
-template <int kM, int kN>
-void launch_tiled(const Int8Matmul& matmul, const Operand& a, const Operand& b, Stream stream) {
+// For convolutions there is no kernel without sums. Their activations nearly always have zero points.
+template <int kM, int kN, class Left>
+void launch_tiled(const Int8Matmul& matmul, const Left& a, const Operand& b, Stream stream) {
   const int64_t tiles = tiles_of(matmul, kM, kN);
-  const auto kernel = matmul.a_zero_point != nullptr || matmul.b_zero_point != nullptr ? tiled_kernel<kM, kN, true>
-                                                                                       : tiled_kernel<kM, kN, false>;
+  auto kernel = tiled_kernel<Left, kM, kN, true>;
+  if constexpr (std::is_same_v<Left, Operand>)
+    if (matmul.a_zero_point == nullptr && matmul.b_zero_point == nullptr) kernel = tiled_kernel<Left, kM, kN, false>;
   launch(kernel, static_cast<unsigned>(tiles), kThreads, Tile<kM, kN>::kSharedBytes, stream, matmul, a, b);
+}
+
+// Chooses a tile.
+template <class Left>
+void launch_tiled_product(const Int8Matmul& matmul, const Left& a, const Operand& b, Stream stream) {
+  const int64_t count = multiprocessor_count(), medium = tiles_of(matmul, 128, 128);
+  const int64_t large_rounds = (tiles_of(matmul, 128, 256) + count - 1) / count;
+  if (medium < count) {
+    launch_tiled<64, 64>(matmul, a, b, stream);
+  } else if (2 * large_rounds <= (medium + count - 1) / count && Tile<128, 256>::kSharedBytes <= block_memory()) {
+    launch_tiled<128, 256>(matmul, a, b, stream);
+  } else {
+    launch_tiled<128, 128>(matmul, a, b, stream);
+  }
+}
+
+// Throws unless 32 bits hold the numbers of all pixels, and the coordinates of all pixels with padding (ConvLoader).
+void require_few_pixels(const Int8Conv2d& conv) {
+  const Window& window = conv.window;
+  const int64_t pixels = conv.rows.m / window.out_pixels() * window.size[0] * window.size[1];
+  const int64_t most = std::max({pixels, window.size[0] + window.padding[0], window.size[1] + window.padding[1]});
+  if (most >> 32 == 0) return;
+  throw std::invalid_argument(
+      "int8_conv2d: x must have fewer than 2^32 pixels, also along each dimension with padding, got " +
+      std::to_string(most) + "; give fewer images at a time");
+}
+
+Images images_of(const Int8Conv2d& conv) {
+  const Window& window = conv.window;
+  const auto narrow = [](int64_t value) { return static_cast<uint32_t>(value); };
+  return {reinterpret_cast<const char*>(conv.rows.a),
+          conv.rows.m,
+          conv.rows.a_zero_point,
+          conv.rows.a_step,
+          window,
+          narrow(window.size[0]),
+          narrow(window.size[1]),
+          narrow(window.channels),
+          narrow(window.taps[1]),
+          narrow(window.dilation[1]),
+          narrow(window.dilation[0]),
+          narrow(window.taps[1] * window.dilation[1])};
 }
 
 }  // namespace
@@ -313,8 +470,6 @@ void launch_int8_matmul(const Int8Matmul& matmul, Stream stream) {
   const int64_t k = whole_chunks(matmul.k);
   const Operand a{reinterpret_cast<const char*>(matmul.a), matmul.m, k, matmul.a_strides[0]};
   const Operand b{reinterpret_cast<const char*>(matmul.b), matmul.n, k, matmul.b_strides[1]};
-  const int64_t count = multiprocessor_count(), medium = tiles_of(matmul, 128, 128);
-  const int64_t large_rounds = (tiles_of(matmul, 128, 256) + count - 1) / count;
   if (are_few_rows(matmul.m, matmul.n)) {
     with_few_rows(a, b, [&](auto row_tiles, auto few_columns) {
       constexpr int kRowTiles = decltype(row_tiles)::value, kColumns = decltype(few_columns)::value;
@@ -322,13 +477,16 @@ void launch_int8_matmul(const Int8Matmul& matmul, Stream stream) {
       launch(few_rows_kernel<kRowTiles, kColumns>, static_cast<unsigned>((matmul.n + kColumns - 1) / kColumns),
              kFewThreads, kFewThreads * sizeof(FewSums<kRowTiles, kColumns / 8>), stream, matmul, a, b);
     });
-  } else if (medium < count) {
-    launch_tiled<64, 64>(matmul, a, b, stream);
-  } else if (2 * large_rounds <= (medium + count - 1) / count && Tile<128, 256>::kSharedBytes <= block_memory()) {
-    launch_tiled<128, 256>(matmul, a, b, stream);
   } else {
-    launch_tiled<128, 128>(matmul, a, b, stream);
+    launch_tiled_product(matmul, a, b, stream);
   }
+}
+
+void launch_int8_conv2d(const Int8Conv2d& conv, Stream stream) {
+  require_few_pixels(conv);
+  const Int8Matmul& rows = conv.rows;
+  const Operand weight{reinterpret_cast<const char*>(rows.b), rows.n, rows.k, rows.b_strides[1]};
+  launch_tiled_product(rows, images_of(conv), weight, stream);
 }
 
 }  // namespace amp_kernels::cuda

@@ -4,6 +4,7 @@ A wrong swizzle or padding changes no result. The main loop and the epilogue of 
 the table tells them apart:
 
     ldmatrix, cp.async                       operands; int8_linear loads them 4 and 8 bytes at a time
+    store of 16 bytes                        padding of a convolution
     store of 8 bytes, load of 16 bytes       fragments of sums, which leave as rows; int8_linear stores 4 bytes
 
 nvcc joins neighbouring accesses of a thread by the same rule as the emulator: the SASS of the tiles has STS.64 and
@@ -21,7 +22,7 @@ import pytest
 from cuda_on_cpu import backend
 from cuda_on_cpu.banks import counted
 from cuda_on_cpu.build import missing_headers
-from products import int8_linear, int8_matmul, matmul
+from products import int8_conv2d, int8_linear, int8_matmul, matmul
 
 pytestmark = pytest.mark.skipif(missing_headers() is not None, reason=str(missing_headers()))
 
@@ -42,6 +43,8 @@ ROWS = {"load of 16 bytes": 1.0}
 # Where warps share k, a thread adds an element's sums over the warps, and neighbours in a row are in one bank. That
 # takes a block, once, 1,024 cycles in place of 128 for 16 x 32 sums (b along k), 4,096 in place of 256 for 16 x 64.
 FEW = "load of 4 bytes"
+# A convolution without them would have no padding.
+PADDING = {"store of 16 bytes": 1.0}
 TILE = r"tiled_kernel<__half, Shape<{}, \d, \d>, WideLoader<\d+, {}>, WideLoader<\d+, {}> >"
 PRODUCTS = {
     **{
@@ -72,12 +75,19 @@ PRODUCTS = {
         for what, dtype, launch in (("matmul", "", int8_matmul), ("linear", "__half, ", int8_linear))
         for columns, n in ((16, 48), (32, 64))
     },
-    "int8_matmul 64x64": Product("tiled_kernel<64, 64, false>", lambda: int8_matmul(65, 64, 128), {}),
-    "int8_matmul 128x128": Product("tiled_kernel<128, 128, false>", lambda: int8_matmul(384, 128, 128), {}),
-    "int8_matmul 128x256": Product("tiled_kernel<128, 256, false>", lambda: int8_matmul(384, 256, 128), {}),
+    "int8_matmul 64x64": Product("tiled_kernel<Operand, 64, 64, false>", lambda: int8_matmul(65, 64, 128), {}),
+    "int8_matmul 128x128": Product("tiled_kernel<Operand, 128, 128, false>", lambda: int8_matmul(384, 128, 128), {}),
+    "int8_matmul 128x256": Product("tiled_kernel<Operand, 128, 256, false>", lambda: int8_matmul(384, 256, 128), {}),
     "int8_matmul zero points": Product(
-        "tiled_kernel<128, 128, true>", lambda: int8_matmul(384, 128, 128, zero_points=True), {}
+        "tiled_kernel<Operand, 128, 128, true>", lambda: int8_matmul(384, 128, 128, zero_points=True), {}
     ),
+    **{
+        f"int8_conv2d {m}x{n}, {channels} channels": Product(
+            f"tiled_kernel<Images, {m}, {n}, true>", functools.partial(int8_conv2d, pixels, channels, n), PADDING
+        )
+        for m, n, pixels in ((64, 64, (1, 8, 8)), (128, 128, (3, 8, 16)), (128, 256, (3, 8, 16)))
+        for channels in (16, 64, 80)
+    },
     "int8_linear 64x64": Product("tiled_kernel<__half, 64, 64>", lambda: int8_linear(128, 64, 128), {}),
     "int8_linear 128x128": Product("tiled_kernel<__half, 128, 128>", lambda: int8_linear(384, 128, 128), {}),
 }

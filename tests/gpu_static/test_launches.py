@@ -149,6 +149,14 @@ def int8_matmul(m: int, n: int, k: int) -> Callable[[], None]:
     return lambda: backend._int8_matmul_(a, b.t(), scales[0], None, scales[1], None, None, out, None, None)
 
 
+def int8_conv2d(batch: int, side: int, channels: int) -> Callable[[], None]:
+    """A kernel of 3 x 3 with as many outputs as channels, on square images."""
+    x, weight = (torch.empty(*sizes, channels, dtype=torch.int8) for sizes in ((batch, side, side), (channels, 3, 3)))
+    scales, ones = (torch.ones(1), None, torch.ones(channels)), (1, 1)
+    out = torch.empty(batch, side, side, channels)
+    return lambda: backend._int8_conv2d_(x, weight, *scales, None, ones, ones, ones, out, None, None)
+
+
 def int8_linear(m: int, n: int, k: int) -> Callable[[], None]:
     x, weight = torch.empty(m, k, dtype=torch.float16), torch.empty(n, k, dtype=torch.int8)
     return lambda: backend._int8_linear_(x, weight, torch.ones(n), None, torch.empty(m, n, dtype=torch.float16))
@@ -188,6 +196,13 @@ WAYS = {
     (int8_matmul, 2048, 2048, 2048): ("128x128", "128x256", "128x256"),
     (int8_matmul, 1024, 1024, 1024): ("64x64",) * 3,
     (int8_matmul, 32, 4096, 4096): ("64x64", "few rows by 16", "few rows by 16"),
+    (int8_conv2d, 32, 56, 64): ("128x128",) * 3,
+    (int8_conv2d, 32, 28, 128): ("128x128",) * 3,
+    (int8_conv2d, 32, 28, 256): ("128x256", "128x128", "128x128"),
+    (int8_conv2d, 32, 14, 256): ("64x64",) * 3,
+    (int8_conv2d, 32, 7, 512): ("64x64",) * 3,
+    (int8_conv2d, 1, 56, 64): ("64x64",) * 3,
+    (int8_conv2d, 1, 7, 512): ("64x64",) * 3,  # no few rows: few_rows_kernel gathers nothing
     (int8_linear, 4096, 4096, 4096): ("128x128",) * 3,
     (int8_linear, 16, 1024, 4096): ("few rows by 16",) * 3,
     (int8_linear, 1, 4096, 4096): ("few rows by 16", "few rows by 32", "few rows by 32"),
@@ -262,8 +277,8 @@ BUDGETS = [
     Budget("copy_pad", "fold_kernel", 8),
     Budget("int8_linear", f"tiled_kernel<{LOW}, 64, 64>", 3),
     Budget("int8_linear", "(tiled|few_rows)_kernel<", 2),
-    Budget("int8_matmul", "tiled_kernel<64, 64, ", 3),
-    Budget("int8_matmul", "tiled_kernel<128, 256, ", 1),
+    Budget("int8_matmul", "tiled_kernel<(Operand|Images), 64, 64, ", 3),
+    Budget("int8_matmul", "tiled_kernel<(Operand|Images), 128, 256, ", 1),
     Budget("int8_matmul", "(tiled|few_rows)_kernel<", 2),
     Budget("matmul", f"tiled_kernel<{LOW}, Shape<128, 256, ", 1),
     Budget("matmul", "tiled_kernel<", 2),

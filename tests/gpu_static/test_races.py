@@ -13,7 +13,7 @@ import torch
 from cuda_on_cpu import backend
 from cuda_on_cpu.build import missing_headers
 from cuda_on_cpu.races import checked
-from products import int8_linear, int8_matmul, matmul
+from products import int8_conv2d, int8_linear, int8_matmul, matmul
 
 from amp_kernels import testing
 from amp_kernels.ops.table import LEAST_LEAN
@@ -49,6 +49,10 @@ PRODUCTS: dict[str, Callable[[], None]] = {
     "int8_matmul 128x128": lambda: int8_matmul(384, 128, 512),
     "int8_matmul 128x256": lambda: int8_matmul(384, 256, 512),
     "int8_matmul zero points": lambda: int8_matmul(384, 128, 512, zero_points=True),
+    "int8_conv2d 64x64": lambda: int8_conv2d((1, 8, 8), 64, 64),
+    "int8_conv2d 64x64, many taps": lambda: int8_conv2d((1, 8, 8), 16, 64, kernel=7),
+    "int8_conv2d 128x128": lambda: int8_conv2d((3, 8, 16), 64, 128),
+    "int8_conv2d 128x256": lambda: int8_conv2d((3, 8, 16), 64, 256),
     "int8_linear few rows": lambda: int8_linear(16, 64, 2048),
     "int8_linear 64x64": lambda: int8_linear(128, 64, 1024),
     "int8_linear 128x128": lambda: int8_linear(384, 128, 512),

@@ -31,9 +31,9 @@ OLDEST = pytest.param(
 versions = pytest.mark.parametrize("version", [TODAY, OLDEST])
 
 
-# No tensor maps before 9.0, and none in Triton for 11.0; for 7.5 zero points take no kernel of their own.
+# No tensor maps before 9.0, and none in Triton for 11.0.
 NO_MAPS = ["matmul._descriptor_kernel"]
-MISSING = {75: ["int8_matmul._sums_kernel", *NO_MAPS], 80: NO_MAPS, 86: NO_MAPS, 110: NO_MAPS}
+MISSING = {75: NO_MAPS, 80: NO_MAPS, 86: NO_MAPS, 110: NO_MAPS}
 
 
 # `make nightly` has 8.6, a near relative of 8.0, and 10.0, for which no kernel has code of its own.

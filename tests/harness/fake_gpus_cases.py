@@ -118,6 +118,7 @@ CALLS: dict[str, Callable[[str], Any]] = {
     "fake_quantize_int8": lambda on: amp_kernels.fake_quantize_int8(matrix(on), dim=-1),
     "straight_through_int8": lambda on: straight_through(on),
     "int8_matmul": lambda on: amp_kernels.int8_matmul(codes(on), codes(on).t()),
+    "int8_conv2d": lambda on: convolve(matrix_of_codes(on)[:, :30].reshape(2, 4, 5, 30), on),
     "int8_linear": lambda on: OPS.int8_linear(matrix(on), codes(on).values, codes(on).scale.view(-1), None),
     "matmul": lambda on: OPS.matmul(matrix(on), matrix(on).t(), None, 1.0, 0.0, None, torch.float32, True, False)[0],
     "copy_pad": lambda on: OPS.copy_pad(matrix(on), None, None, True, len(matrix(on)))[0],
@@ -154,6 +155,25 @@ def multiply(device: str, m: int, n: int, k: int) -> Tensor:
 def multiply_by_operator(device: str, m: int, n: int, k: int) -> Tensor:
     a, b = expanded_codes(device, m, k), expanded_codes(device, k, n)
     return OPS.int8_matmul(a.values, b.values, a.scale, None, b.scale, None, None, torch.float32, None, None)
+
+
+def matrix_of_codes(device: str) -> Tensor:
+    return codes(device).values
+
+
+def convolve(x: Tensor, device: str, weight: Tensor | None = None, **others: Any) -> Tensor:
+    weight = matrix_of_codes(device)[:27, :30].reshape(3, 3, 3, 30) if weight is None else weight
+    return OPS.int8_conv2d(*convolution(x, device, weight, **others))
+
+
+def convolution(x: Tensor, device: str, weight: Tensor, scales: int = 1, **others: Tensor) -> list[Any]:
+    """The arguments of a convolution with padding and with zero points."""
+    zero_point = torch.arange(scales, dtype=torch.int32, device=device).view(-1, 1, 1, 1)
+    sides = {
+        "x_scale": torch.ones(scales, 1, 1, 1, device=device), "x_zero_point": zero_point + 3,
+        "weight_scale": torch.ones(1, device=device), "bias": None,
+    }  # fmt: skip
+    return [x, weight, *(sides | others).values(), *[[1, 1]] * 3, torch.float32, None, None]
 
 
 def unscaled(grads: list[Tensor], device: str) -> Tensor:
@@ -349,6 +369,32 @@ def test_products_read_chunks(fake_gpus: Any, view: str, rows: int, capability: 
     torch.testing.assert_close(found.cpu(), (numbers.cpu().float() @ b.cpu().float().t()).half(), rtol=1e-3, atol=0)
 
 
+IMAGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "in place": lambda x: x[..., :48].contiguous(),
+    "odd channels": lambda x: x[..., :47].contiguous(),
+    "between channels": lambda x: x[..., :48],
+    "cropped": lambda x: x[:, 1:-1, 2:, :48],
+    "channels first": lambda x: x[..., :48].permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1),
+    "misaligned": lambda x: x.reshape(-1)[1 : 1 + 2 * 3 * 3 * 48].view(2, 3, 3, 48),
+}
+
+
+@pytest.mark.parametrize("view", IMAGES)
+def test_convolutions_read_chunks(fake_gpus: Any, view: str) -> None:
+    """Pixels whose channels begin at multiples of 16 bytes and end at one; others are copied first, with zeros."""
+    x = IMAGES[view](int8(2, 7, 8, 55).random_(-128, 128))
+    weight = IMAGES[view](int8(5, 5, 6, 55).random_(-128, 128))
+    arguments = convolution(x, "cuda", weight, scales=2)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        found = OPS.int8_conv2d(*arguments)
+    copies = sum(event.count for event in profile.key_averages() if event.key == "aten::copy_")
+    assert copies == (2 if view == "in place" else 4)  # the scales and the zero points of images are copied to pixels
+    assert list(fake_gpus.launches(0)) == ["tiled_kernel<Images, 64, 64, true>"]
+    numbers = (x.cpu().double() - torch.arange(3, 5).view(2, 1, 1, 1)).permute(0, 3, 1, 2)
+    expected = torch.nn.functional.conv2d(numbers, weight.cpu().double().permute(0, 3, 1, 2), padding=1)
+    assert torch.equal(found.cpu().double(), expected.permute(0, 2, 3, 1))
+
+
 def test_an_index_that_no_gpu_has() -> None:
     with pytest.raises(RuntimeError, match="invalid device ordinal"):
         backends.backend_reasons("cuda:7")
@@ -410,6 +456,12 @@ REFUSED: dict[str, Callable[[str], object]] = {
     "zero_point of a": lambda on: codes_product(int8(4, 6), int8(6, 5), fp32(), int32(on=on), fp32(), None),
     "bias of codes": lambda on: codes_product(int8(4, 6), int8(6, 5), fp32(), None, fp32(), None, bias=fp32(5, on=on)),
     "out_scale": lambda on: codes_product(int8(4, 6), int8(6, 5), fp32(), None, fp32(), None, out_scale=fp32(on=on)),
+    "weight of a convolution": lambda on: convolve(int8(1, 5, 5, 3), "cuda", int8(2, 3, 3, 3, on=on)),
+    "scale of images": lambda on: convolve(int8(1, 5, 5, 3), "cuda", int8(2, 3, 3, 3), x_scale=fp32(on=on)),
+    "zero_point of images": lambda on: convolve(
+        int8(1, 5, 5, 3), "cuda", int8(2, 3, 3, 3), x_zero_point=int32(on=on)
+    ),
+    "bias of a convolution": lambda on: convolve(int8(1, 5, 5, 3), "cuda", int8(2, 3, 3, 3), bias=fp32(2, on=on)),
     "weight of codes": lambda on: OPS.int8_linear(ones(4, 6), int8(5, 6, on=on), fp32(), None),
     "bias of linear": lambda on: OPS.int8_linear(ones(4, 6), int8(5, 6), fp32(), ones(5, on=on)),
     "b": lambda on: product(ones(4, 6), ones(6, 5, on=on)),
@@ -431,6 +483,10 @@ MISSHAPEN: dict[str, Callable[[], object]] = {
     "scale of a": lambda: codes_product(int8(40, 60), int8(60, 50), fp32(39, 1), None, fp32(), None),
     "zero_point of b": lambda: codes_product(int8(40, 60), int8(60, 50), fp32(), None, fp32(1, 50), int32(1, 49)),
     "bias of codes": lambda: codes_product(int8(40, 60), int8(60, 50), fp32(), None, fp32(), None, bias=fp32(49)),
+    "channels of a convolution": lambda: convolve(int8(4, 5, 5, 30), "cuda", int8(2, 3, 3, 29)),
+    "kernel of a convolution": lambda: convolve(int8(4, 5, 5, 30), "cuda", int8(2, 8, 3, 30)),
+    "scale of images": lambda: convolve(int8(4, 5, 5, 30), "cuda", int8(2, 3, 3, 30), scales=3),
+    "bias of a convolution": lambda: convolve(int8(4, 5, 5, 30), "cuda", int8(2, 3, 3, 30), bias=fp32(1)),
     "weight of linear": lambda: OPS.int8_linear(ones(40, 60), int8(50, 59), fp32(), None),
     "bias of linear": lambda: OPS.int8_linear(ones(40, 60), int8(50, 60), fp32(), ones(49)),
     "b": lambda: product(ones(40, 60), ones(59, 50)),

@@ -26,6 +26,14 @@ def int8_matmul(m: int, n: int, k: int, zero_points: bool = False) -> None:
     backend._int8_matmul_(a, b, torch.ones(m, 1), zero, torch.ones(1, n), None, None, torch.zeros(m, n), None, None)
 
 
+def int8_conv2d(pixels: tuple[int, int, int], channels: int, n: int, kernel: int = 3) -> None:
+    """A convolution of images, [batch, height, width], with padding that keeps their sizes if `kernel` is odd."""
+    x, weight = (torch.zeros(*sizes, channels, dtype=torch.int8) for sizes in (pixels, (n, kernel, kernel)))
+    sides = torch.ones(1), torch.zeros(1, dtype=torch.int32), torch.ones(n)
+    steps = (1, 1), (kernel // 2,) * 2, (1, 1)
+    backend._int8_conv2d_(x, weight, *sides, None, *steps, torch.zeros(*pixels, n), None, None)
+
+
 def int8_linear(m: int, n: int, k: int) -> None:
     x, weight = torch.zeros(m, k, dtype=torch.float16), torch.zeros(n, k, dtype=torch.int8)
     backend._int8_linear_(x, weight, torch.ones(n), None, torch.zeros(m, n, dtype=torch.float16))

@@ -28,7 +28,8 @@ PART = {
         and not grads_with and not negative and not denormals""",
     "update/test_adam.py": "turned_off",
     "update/test_averages.py": "follows_masters or skipped_step or under_scalers or layouts or no_step_trains",
-    "int8/test_int8.py": """((int8-fp32 or int8_matmul-fp16 or int8_matmul-int8 or 17x33x65 or int8_linear-bf16)
+    "int8/test_int8.py": """((int8-fp32 or int8_matmul-fp16 or int8_matmul-int8 or 17x33x65 or int8_linear-bf16
+        or int8_conv2d-fp32 or int8_conv2d-int8)
         and not long_rows and not many_rows and not stochastic-)
         or (int8-fp16 and (transposed or channels_last or sliced or misaligned or empty or static_tensor))
         or gaps or keep_the_layout or another_order or behind_a_storage""",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import mmap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -365,9 +366,8 @@ def test_matmul_beyond_32_bits(m: int) -> None:
 TILES = CONVOLUTIONS["many_tiles"]
 CONVOLVED = {
     **{name: conv for name, conv in CONVOLUTIONS.items() if conv.batch > 0 and conv.outputs > 0},
-    "tall_kernel": CONVOLUTIONS["3x3"]._replace(
-        taps=(5, 1), padding=(2, 0)
-    ),  # a tile holds several lines of the kernel
+    # 64 bytes along k hold four lines of this kernel.
+    "tall_kernel": CONVOLUTIONS["3x3"]._replace(taps=(5, 1), padding=(2, 0)),
     "images_in_one_tile": CONVOLUTIONS["3x3"]._replace(batch=5, pixels=(3, 3)),
     # The others take tiles of 64 x 64. These take tiles of 128 x 128 and of 128 x 256, on 3 multiprocessors.
     **{f"{channels}_channels_in_medium_tiles": TILES._replace(channels=channels) for channels in (48, 64, 144)},
@@ -381,7 +381,7 @@ CONVOLVED = {
 
 
 def check_convolution(conv: Any, variant: int) -> None:
-    """The memory before the images and behind them, and that beside the weight, is guarded."""
+    """There are guards of the size of an image before the first image and behind the last one."""
     arena = Arena(0x5A)  # a code, so that what is read outside shows
     x, weight = codes(conv.batch, *conv.pixels, conv.channels, seed=1), codes(conv.outputs, *conv.taps, conv.channels)
     placed = []
@@ -429,6 +429,22 @@ def test_conv2d_of_sums_beyond_32_bits() -> None:
     one, zero, out = torch.ones(1), torch.tensor([127], dtype=torch.int32), torch.empty(1, 1, 1, 1)
     backend._int8_conv2d_(x, x, one, zero, one, None, (1, 1), (0, 0), (1, 1), out, None, None)
     assert out.item() == 255.0 * 128 * x.numel()
+
+
+def test_conv2d_of_more_than_4_gib() -> None:
+    """Of which a few pages are touched."""
+    step = 2**28  # pixels of 16 bytes
+    memory = mmap.mmap(-1, 16 * (step + 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    x = torch.frombuffer(memory, dtype=torch.int8).view(1, 1, -1, 16)
+    x[0, 0, 0], x[0, 0, step] = 1, 2
+    weight, one, out = torch.ones(1, 1, 1, 16, dtype=torch.int8), torch.ones(1), torch.empty(1, 1, 2, 1)
+    backend.int8_conv2d_of_chunks(x, weight, one, None, one, None, (1, step), (0, 0), (1, 1), out, None, None)
+    assert out.flatten().tolist() == [16, 32]
+    images = x[:, :, :step].view(2, 1, -1, 16)  # the second one begins 2 GiB after the first
+    x[0, 0, step // 2] = 3
+    out = torch.empty(2, 1, 1, 1)
+    backend.int8_conv2d_of_chunks(images, weight, one, None, one, None, (1, step), (0, 0), (1, 1), out, None, None)
+    assert out.flatten().tolist() == [16, 48]
 
 
 def far(distance: int, stride: int, kernel: int, outputs: int) -> Tensor:

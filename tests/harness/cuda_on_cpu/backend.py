@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -45,6 +45,7 @@ _SIGNATURES = {
             "dequantize_int8",
             "straight_through_int8",
             "int8_matmul",
+            "int8_conv2d",
             "int8_linear",
             "matmul",
             "copy_pad",
@@ -81,6 +82,11 @@ _Int8Matmul = _struct(
     b_zero_point=_POINTER, b_step=_INT64, bias=_POINTER, out=_POINTER, dtype=_INT, out_scale=_POINTER,
     out_zero_point=_POINTER,
 )  # fmt: skip
+_Window = _struct(
+    "Window", size=_INT64 * 2, channels=_INT64, out=_INT64 * 2, taps=_INT64 * 2, stride=_INT64 * 2,
+    padding=_INT64 * 2, dilation=_INT64 * 2,
+)  # fmt: skip
+_Int8Conv2d = _struct("Int8Conv2d", rows=_Int8Matmul, window=_Window)
 _Int8Linear = _struct(
     "Int8Linear", m=_INT64, n=_INT64, k=_INT64, x=_POINTER, x_stride=_INT64, weight=_POINTER,
     weight_stride=_INT64, scale=_POINTER, scale_step=_INT64, bias=_POINTER, out=_POINTER, dtype=_INT,
@@ -323,6 +329,30 @@ def int8_matmul_of_chunks(
         _address(bias), _address(out), _DTYPES.get(out.dtype, 0), _address(out_scale), _address(out_zero_point),
     )  # fmt: skip
     _call_with("int8_matmul", matmul)
+
+
+def _int8_conv2d_(x: Tensor, weight: Tensor, *rest: Any) -> None:
+    int8_conv2d_of_chunks(*(F.pad(codes, (0, -codes.shape[3] % 16)) for codes in (x, weight)), *rest)
+
+
+def int8_conv2d_of_chunks(
+    x: Tensor, weight: Tensor, x_scale: Tensor, x_zero_point: Tensor | None, weight_scale: Tensor,
+    bias: Tensor | None, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], out: Tensor,
+    out_scale: Tensor | None, out_zero_point: Tensor | None,
+) -> None:  # fmt: skip
+    """Of x [B, H, W, C] and weight [N, kernel height, kernel width, C], where C is a multiple of 16."""
+    assert x.is_contiguous() and weight.is_contiguous() and x.shape[3] % 16 == 0
+    k = weight[0].numel()
+    rows = _Int8Matmul(
+        out.shape[:3].numel(), out.shape[3], k, _address(x), (x.shape[3], 1), _address(weight), (1, k),
+        _address(x_scale), _address(x_zero_point), x_scale.numel() != 1,
+        _address(weight_scale), None, weight_scale.numel() != 1,
+        _address(bias), _address(out), _DTYPES.get(out.dtype, 0), _address(out_scale), _address(out_zero_point),
+    )  # fmt: skip
+    window = _Window(
+        x.shape[1:3], x.shape[3], out.shape[1:3], weight.shape[1:3], *map(tuple, (stride, padding, dilation))
+    )
+    _call_with("int8_conv2d", _Int8Conv2d(rows, window))
 
 
 def _int8_linear_(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor) -> None:

@@ -29,6 +29,10 @@ const char* int8_matmul(const Int8Matmul* matmul) {
   return guarded([&] { cuda::launch_int8_matmul(*matmul, nullptr); });
 }
 
+const char* int8_conv2d(const Int8Conv2d* conv) {
+  return guarded([&] { cuda::launch_int8_conv2d(*conv, nullptr); });
+}
+
 const char* int8_linear(const Int8Linear* linear) {
   return guarded([&] { cuda::launch_int8_linear(*linear, nullptr); });
 }

@@ -44,6 +44,12 @@ def codes(rows: int, columns: int, has_zero_points: bool = False) -> amp_kernels
     return amp_kernels.Int8Tensor(matrix(rows, columns, dtype=torch.int8), torch.ones(rows, 1), zero_points)
 
 
+def images(*shape: int, has_zero_points: bool = False) -> amp_kernels.Int8Tensor:
+    scales = (shape[0], 1, 1, 1)
+    zero_points = torch.zeros(scales, dtype=torch.int32) if has_zero_points else None
+    return amp_kernels.Int8Tensor(matrix(*shape, dtype=torch.int8), torch.ones(scales), zero_points)
+
+
 def scalars() -> dict[str, torch.Tensor]:
     return {"inv_scale": torch.ones(()), "found_inf": torch.zeros(())}
 
@@ -62,6 +68,10 @@ CALLS: dict[str, Callable[[], object]] = {
     "int8_matmul": lambda: amp_kernels.int8_matmul(codes(2048, 512), codes(4096, 512).t()),
     "int8_matmul, zero points": lambda: amp_kernels.int8_matmul(codes(2048, 512, True), codes(2048, 512, True).t()),
     "int8_matmul, few rows": lambda: amp_kernels.int8_matmul(codes(1, 8192), codes(64, 8192).t()),
+    "int8_conv2d": lambda: amp_kernels.int8_conv2d(images(4, 64, 64, 64), images(256, 3, 3, 64), padding=1),
+    "int8_conv2d, zero points": lambda: amp_kernels.int8_conv2d(
+        images(4, 64, 64, 64, has_zero_points=True), images(64, 3, 3, 64), padding=1
+    ),
     "int8_linear": lambda: torch.ops.amp_kernels.int8_linear(
         matrix(64, 512), matrix(64, 512, dtype=torch.int8), torch.ones(64), None
     ),
