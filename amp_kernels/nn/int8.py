@@ -37,6 +37,7 @@ MODES: tuple[Mode, ...] = ("weight_only", "dynamic", "static")
 # A backward pass dequantizes about this many elements of a weight at a time. They take 8 MB in 16 bits, and are enough
 # for a fast product.
 PANEL = 2**22
+ALL = slice(None)
 
 _Fn = Callable[[Tensor], Tensor]
 # A layer stores the name of its mode in a tensor. The names differ in length, so the mode is read from the shape of the
@@ -381,10 +382,10 @@ class Int8Product(Int8Weight):
                 f"{type(self).__name__}: x must be a Tensor if mode='weight_only', got an Int8Tensor; dequantize it"
             )
 
-    def _result(self) -> dict[str, Any]:
-        """Return the arguments that say what becomes of the sums of codes."""
+    def _result(self, outputs: slice = ALL) -> dict[str, Any]:
+        """Return the arguments that say what becomes of the sums of codes, for the outputs in a slice."""
         return {
-            "bias": None if self.bias is None else self.bias.detach().float(),
+            "bias": None if self.bias is None else self.bias.detach()[outputs].float(),
             "out_dtype": autocast_dtype(self.weight_codes.device) or self.dtype,
             "out_scale": self.output_scale,
             "out_zero_point": self.output_zero_point,
@@ -524,15 +525,17 @@ class Int8Linear(Int8Product):
         layer.is_transposed = is_transposed(linear)
         return layer
 
-    def forward(self, x: Tensor | Int8Tensor) -> Tensor | Int8Tensor:
+    def forward(self, x: Tensor | Int8Tensor, outputs: slice = ALL) -> Tensor | Int8Tensor:
         """Apply the layer.
 
         Args:
             x: `[..., in_features]`, fp16, bf16 or fp32; or an `Int8Tensor` with one scale, in the modes `"dynamic"` and
                 `"static"`.
+            outputs: Only these outputs are computed.
 
         Returns:
-            `[..., out_features]`: a tensor, or an `Int8Tensor` if the layer has an `output_scale`.
+            `[..., out_features]`, or with as many outputs as `outputs` selects: a tensor, or an `Int8Tensor` if the
+                layer has an `output_scale`.
 
         Raises:
             TypeError: `x` has another dtype, is nested, or is an `Int8Tensor` in the mode `"weight_only"`.
@@ -554,31 +557,31 @@ class Int8Linear(Int8Product):
         shape = x.shape
         if not shape or shape[-1] != self.in_features:
             raise ValueError(f"Int8Linear: x must have shape (..., {self.in_features}), got {tuple(shape)}")
+        codes, scale = self.weight_codes, self.weight_scale
+        bias: Tensor | None = self.bias
+        if outputs is not ALL:
+            codes, scale, bias = codes[outputs], scale[outputs], None if bias is None else bias[outputs]
         if isinstance(x, Int8Tensor):
-            result = self._of_codes(x)
+            result = self._of_codes(x, outputs)
         elif output_scale is not None:
-            result = self._of_codes(codes_of(_rows(x), self.input_scale, self.input_zero_point))
+            result = self._of_codes(codes_of(_rows(x), self.input_scale, self.input_zero_point), outputs)
         elif self.mode == "weight_only":
             x = x.to(compute_dtype(x))
-            bias: Tensor | None = self.bias
-            bias = None if bias is None else bias.to(x.dtype)
             # Transforms have no rule for the autograd function `_WeightOnly`. They get the reference, which consists of
             # torch's operators.
             multiply = reference.int8_linear if torch_private.is_transformed() else _WeightOnly.apply
-            result = multiply(_rows(x), self.weight_codes, self.weight_scale, bias)
+            result = multiply(_rows(x), codes, scale, None if bias is None else bias.to(x.dtype))
         else:
             scales = self.input_scale, self.input_zero_point
-            codes = self.weight_codes, self.weight_scale
-            result = w8a8(_rows(x), *codes, self.bias, *scales, compute_dtype(x))
-        if output_scale is None:
-            return result.reshape(*shape[:-1], self.out_features)
-        values = result.reshape(*shape[:-1], self.out_features)
-        return Int8Tensor(values, output_scale, self.output_zero_point)
+            result = w8a8(_rows(x), codes, scale, bias, *scales, compute_dtype(x))
+        values = result.reshape(*shape[:-1], codes.shape[0])
+        return values if output_scale is None else Int8Tensor(values, output_scale, self.output_zero_point)
 
-    def _of_codes(self, x: Int8Tensor) -> Tensor:
+    def _of_codes(self, x: Int8Tensor, outputs: slice) -> Tensor:
         self._check_multiplies_codes()
         rows = Int8Tensor(_rows(x.values), x.scale, x.zero_point, x.dim, x.block_size)
-        return int8_matmul(rows, self._codes().t(), **self._result())
+        weight = Int8Tensor(self.weight_codes[outputs], self.weight_scale[outputs], None, (1,))
+        return int8_matmul(rows, weight.t(), **self._result(outputs))
 
     def extra_repr(self) -> str:
         """Return what `print(layer)` shows between the brackets.

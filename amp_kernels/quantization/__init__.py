@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 from .. import torch_private
 from ..functional import Int8Tensor, fake_quantize_int8, quantize_int8
-from ..nn import Int8Conv1d, Int8Conv2d, Int8Embedding, Int8Linear, Linear
+from ..nn import Int8Conv1d, Int8Conv2d, Int8Embedding, Int8Linear, Linear, MultiheadAttention
 from ..nn.conversion import (
     LOG,
     LoadsItsKind,
@@ -51,6 +51,7 @@ from ..nn.conversion import (
     shares,
 )
 from ..nn.int8 import (
+    ALL,
     FixedDtypes,
     Int8Product,
     Int8Weight,
@@ -133,7 +134,7 @@ def quantize_(
         )
     codes = _SharedCodes()
     new: dict[nn.Module, nn.Module] = {}
-    found, spared = _find("quantize_", model, filter_fn, needs_int8_input=mode == "dynamic")
+    model, found, spared = _find("quantize_", model, filter_fn, needs_int8_input=mode == "dynamic")
     _fold(model, found)
     for layer in found:
         if isinstance(layer, nn.Embedding):
@@ -172,7 +173,7 @@ def prepare_(model: nn.Module, filter_fn: FilterFn | None = None) -> nn.Module:
         >>> amp_kernels.quantization.convert_(model)[0]
         Int8Linear(in_features=16, out_features=8, bias=True, mode=static)
     """
-    found, spared = _find("prepare_", model, filter_fn, needs_int8_input=True)
+    model, found, spared = _find("prepare_", model, filter_fn, needs_int8_input=True)
     _fold(model, found)
     new = {layer: _observed(layer) for layer in found}
     return _replace_layers("prepare_", model, new, spared)
@@ -218,7 +219,7 @@ def prepare_qat_(
         raise ValueError(
             f"prepare_qat_: mode must be 'dynamic' or 'static', got {mode!r}; weight-only layers need no training"
         )
-    found, spared = _find("prepare_qat_", model, filter_fn, needs_int8_input=True)
+    model, found, spared = _find("prepare_qat_", model, filter_fn, needs_int8_input=True)
     _fold(model, found)
     new = {layer: _for_qat(layer, mode) for layer in found}
     return _replace_layers("prepare_qat_", model, new, spared)
@@ -465,11 +466,12 @@ class ObservedLinear(_PreparedLinear):
         layer: ObservedLinear = cls._adopt(linear, observes=True)
         return layer
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, outputs: slice = ALL) -> Tensor:
         """Record the range of `x` and return `x @ weight.T + bias`.
 
         Args:
             x: `[..., in_features]`.
+            outputs: Only these outputs are computed.
 
         Returns:
             `[..., out_features]`.
@@ -485,7 +487,7 @@ class ObservedLinear(_PreparedLinear):
         assert self.observer is not None
         check_is_not_nested("ObservedLinear", x)
         self.observer(x)
-        return F.linear(x, matrix(self), self.bias)
+        return F.linear(x, matrix(self)[outputs], None if self.bias is None else self.bias[outputs])
 
 
 class QATLinear(_PreparedLinear):
@@ -515,11 +517,12 @@ class QATLinear(_PreparedLinear):
         layer: QATLinear = cls._adopt(linear, observes=mode == "static")
         return layer
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, outputs: slice = ALL) -> Tensor:
         """Multiply the int8 codes of `x` and of the weight, with straight-through gradients.
 
         Args:
             x: `[..., in_features]`, fp16, bf16 or fp32.
+            outputs: Only these outputs are computed.
 
         Returns:
             `[..., out_features]` in the dtype of `x`, or under autocast in the dtype of autocast.
@@ -534,8 +537,9 @@ class QATLinear(_PreparedLinear):
         """
         check_is_not_nested("QATLinear", x)
         rows = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
-        result = w8a8(rows, matrix(self), None, self.bias, *self._affine_of(rows), compute_dtype(x))
-        return result.reshape(*x.shape[:-1], self.out_features)
+        weight, bias = matrix(self)[outputs], None if self.bias is None else self.bias[outputs]
+        result = w8a8(rows, weight, None, bias, *self._affine_of(rows), compute_dtype(x))
+        return result.reshape(*x.shape[:-1], weight.shape[0])
 
 
 class _PreparedConv(_Prepared):
@@ -663,9 +667,42 @@ class _SharedCodes:
         return made
 
 
-def _find(op: str, model: nn.Module, filter_fn: FilterFn | None, needs_int8_input: bool) -> tuple[list[Any], list[Any]]:
-    """Find and check the layers to replace. Return them, and the layers that `filter_fn` left out."""
+def _find(
+    op: str, model: nn.Module, filter_fn: FilterFn | None, needs_int8_input: bool
+) -> tuple[nn.Module, list[Any], list[Any]]:
+    """Find and check the layers to replace. Return the model, these layers, and those that `filter_fn` left out.
+
+    The projections of a `torch.nn.MultiheadAttention` are not layers. So a `MultiheadAttention` of this package takes
+    its place, with the same parameters, if one of its projections is to be replaced.
+    """
     check_model(op, model)
+    split: dict[nn.Module, nn.Module] = {
+        module: MultiheadAttention.from_attention(module)
+        for module in model.modules()
+        if type(module) is nn.MultiheadAttention and not (_has_hooks(module) or _has_hooks(module.out_proj))
+    }
+    _exchange(model, split)
+    found: list[Any] = []
+    try:
+        found, spared = _find_layers(op, split.get(model, model), filter_fn, needs_int8_input)
+    finally:  # after an error, all of them; else those that keep their projections
+        untouched = {new: old for old, new in split.items() if not any(child in found for child in new.children())}
+        _exchange(model, untouched)
+    root = split.get(model, model)
+    return untouched.get(root, root), found, spared
+
+
+def _exchange(model: nn.Module, new: Mapping[Any, nn.Module]) -> None:
+    """Put modules in the place of others, wherever these are children."""
+    for parent in list(model.modules()):
+        for key, child in list(parent._modules.items()):
+            if child in new:
+                setattr(parent, key, new[child])
+
+
+def _find_layers(
+    op: str, model: nn.Module, filter_fn: FilterFn | None, needs_int8_input: bool
+) -> tuple[list[Any], list[Any]]:
     known = {layer: name for name, layer in model.named_modules() if _is_known(layer)}
     taken = {layer: name for layer, name in known.items() if filter_fn is None or filter_fn(layer, name)}
     kept = kept_weights(model, taken)
@@ -751,10 +788,7 @@ def _replace_layers(op: str, model: nn.Module, new: Mapping[Any, nn.Module], spa
     """
     line, is_unexpected = shares(model, new.keys(), spared or ())
     warns = is_unexpected and spared is not None
-    for parent in list(model.modules()):
-        for key, child in list(parent._modules.items()):
-            if child in new:
-                setattr(parent, key, new[child])
+    _exchange(model, new)
     _switch_off_fused_kernels(model, set(new.values()))
     LOG.log(logging.WARNING if warns else logging.INFO, "%s: %s", op, line)
     return new.get(model, model)

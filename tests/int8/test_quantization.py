@@ -235,7 +235,7 @@ def test_attention_and_transformer_layers(device):
         expected = model(x)
         found = quantize_(model)(x)
     assert type(model.layers[0].linear1) is Int8Linear
-    assert not isinstance(model.layers[0].self_attn.out_proj, Int8Linear)  # nn.MultiheadAttention never calls it
+    assert type(model.layers[0].self_attn.out_proj) is type(model.layers[0].self_attn.in_proj) is Int8Linear
     assert 0 < (found - expected).abs().max() < 0.03
 
 

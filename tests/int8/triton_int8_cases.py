@@ -17,11 +17,13 @@ import triton
 import triton.language as tl
 from amp_kernels.triton_kernels import (
     _dequantize_int8_,
+    _int8_conv2d_,
     _int8_linear_,
     _int8_matmul_,
     _quantize_int8_,
     _straight_through_int8_,
     int8,
+    int8_conv2d,
     int8_matmul,
     int8_quantize,
     int8_tiles,
@@ -30,7 +32,8 @@ from arena import Arena
 from torch import Tensor
 
 from amp_kernels.ops.table import DTYPE_CODES
-from amp_kernels.testing import DTYPES
+from amp_kernels.testing import DTYPES, Case
+from amp_kernels.testing.int8 import CASES
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -663,6 +666,143 @@ def test_matmul_of_nan_and_overflow() -> None:
     _int8_matmul_(a.to(DEVICE), b.to(DEVICE), scale, None, one, None, None, codes, one, zero)
     assert codes[0].tolist() == [9, 9, 9]
     assert codes[1].tolist() == [127 if v > 0 else -128 for v in y[1].tolist()]
+
+
+# --------------------------------------------------------------------------------------------------- convolutions
+@pytest.mark.parametrize("case", CASES["int8_conv2d"], ids=str)
+def test_conv2d_cases(case: Case) -> None:
+    """All shared cases, since each way of gathering rows is in one of them."""
+    assert [result for result in case.run("triton", DEVICE) if not result.passed] == []
+
+
+@pytest.fixture
+def reads_stay_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read of a guard fails where the interpreter runs, whatever becomes of what was read."""
+    if DEVICE != "cpu":
+        return
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    load = InterpreterBuilder.create_masked_load
+
+    def checked(self: Any, pointers: Any, mask: Any, *options: Any) -> Any:
+        addresses = pointers.data[mask.data]
+        for begin, end in [guard for arena in Arena.alive for guard in arena.guards]:
+            assert not ((addresses >= begin) & (addresses < end)).any(), "a kernel read outside an array"
+        return load(self, pointers, mask, *options)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", checked)
+
+
+def run_conv2d(
+    shape: tuple[int, int, int, int], outputs: int, taps: tuple[int, int], stride: tuple[int, int] = (1, 1),
+    padding: tuple[int, int] = (0, 0), dilation: tuple[int, int] = (1, 1), *, zero_points: bool = True,
+    out_zero_point: int | None = None,
+) -> None:  # fmt: skip
+    """A convolution of images that lie between 16 KB of guards, so that a wrong line or image is in a guard too."""
+    far = 1 << 14
+    g = torch.Generator().manual_seed(outputs)
+    x = torch.randint(-128, 128, shape, generator=g, dtype=INT8)
+    weight = torch.randint(-128, 128, (outputs, *taps, shape[3]), generator=g, dtype=INT8)
+    zero = torch.randint(-128, 128, (shape[0], 1, 1, 1), generator=g, dtype=INT32) * zero_points
+    scale, weight_scale = torch.rand(shape[0], generator=g) + 0.5, torch.rand(outputs, generator=g) * 1e-3
+    bias = torch.randn(outputs, generator=g)
+    # Padding is the zero point, so it is 0 behind the subtraction.
+    moved, kernel = (x - zero).permute(0, 3, 1, 2).double(), weight.permute(0, 3, 1, 2).double()
+    total = torch.nn.functional.conv2d(moved, kernel, None, stride, padding, dilation).permute(0, 2, 3, 1)
+    y = (total + 0.0).float() * (scale.view(-1, 1, 1, 1) * weight_scale) + bias
+    out_scale = None if out_zero_point is None else y.abs().max() / 90
+    expected = y
+    if out_zero_point is not None and out_scale is not None:
+        expected = expected_codes(y, 1 / out_scale, torch.tensor(out_zero_point), False)
+    arena, pixels = Arena(device=DEVICE), y.shape[1] * y.shape[2]
+
+    def surrounded(codes: Tensor) -> Tensor:
+        return arena.around(codes.flatten(), (codes.numel() + 2 * far,), slice(far, -far)).view(codes.shape)
+
+    out = arena.place(torch.zeros(y.numel(), dtype=expected.dtype)).view(y.shape)
+    zeros = zero.flatten().repeat_interleave(pixels)
+    _int8_conv2d_(
+        surrounded(x), surrounded(weight), arena.place(scale.repeat_interleave(pixels)),
+        arena.place(zeros) if zero_points else None, arena.place(weight_scale), arena.place(bias), stride, padding,
+        dilation, out, None if out_scale is None else arena.place(out_scale.view(1)),
+        None if out_zero_point is None else arena.place(torch.tensor([out_zero_point], dtype=INT32)),
+    )  # fmt: skip
+    arena.check()
+    same(out.cpu(), expected)
+
+
+CONVOLUTIONS: dict[str, tuple[Any, ...]] = {
+    "3x3": ((2, 9, 7, 16), 33, (3, 3), (1, 1), (1, 1)),
+    "all_different": ((2, 10, 11, 48), 20, (3, 2), (2, 3), (2, 1), (3, 2)),
+    "valid": ((3, 6, 5, 32), 20, (2, 3)),
+    "far_padding": ((2, 3, 4, 16), 5, (2, 2), (1, 1), (5, 3)),
+    "tap_of_two_tiles": ((1, 5, 4, 272), 20, (3, 3), (1, 1), (1, 1)),
+    "copied": ((2, 6, 5, 5), 7, (3, 3), (1, 1), (1, 1)),
+}
+convolutions = pytest.mark.parametrize("conv", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
+zero_points_or_not = pytest.mark.parametrize("zero_points", [False, True], ids=["symmetric", "asymmetric"])
+
+
+@convolutions
+@zero_points_or_not
+@pytest.mark.usefixtures("reads_stay_inside")
+def test_conv2d_reads_inside(conv: tuple[Any, ...], zero_points: bool) -> None:
+    run_conv2d(*conv, zero_points=zero_points)
+
+
+CONV_TILES = {
+    "large": int8_matmul._LARGE[INT8],
+    "narrow": int8_matmul._LARGE_NARROW,
+    "newest": int8_conv2d._conv2d_tiles(1 << 20, 64, True, (12, 0)),
+    "few_rows": int8_matmul._FEW_ROWS[INT8],
+    "few_columns": int8_matmul._FEW_COLUMNS[INT8],
+    "turing": int8_matmul._SMALL,
+}
+
+
+@zero_points_or_not
+@pytest.mark.parametrize("tiles", CONV_TILES.values(), ids=CONV_TILES)
+@pytest.mark.usefixtures("reads_stay_inside")
+def test_conv2d_tiles(tiles: int8_matmul.Tiles, zero_points: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other devices take, and more images. A tile of K has several taps, and a row of tiles several images."""
+    monkeypatch.setattr(int8_conv2d, "_conv2d_tiles", lambda *_: tiles)
+    if tiles == int8_matmul._SMALL:
+        monkeypatch.setattr(int8_conv2d, "capability_of", lambda _: (7, 5))
+    conv = ((4, 7, 6, 48), 70, (3, 2), (1, 2), (1, 1), (2, 1))
+    run_conv2d(*conv, zero_points=zero_points, out_zero_point=-7 if zero_points else 0)
+
+
+def test_conv2d_tiles_of_devices() -> None:
+    """The large tiles are for products that need no registers for 64 bits; 128 columns are a waste for 64 outputs."""
+    large, narrow = int8_matmul._LARGE[INT8], int8_matmul._LARGE_NARROW
+    of = int8_conv2d._conv2d_tiles
+    assert [of(1 << 20, 256, False, (major, 0)) for major in (8, 9, 10, 12)] == [narrow, large, large, large]
+    assert [of(1 << 20, 256, True, (major, 0)) for major in (8, 9, 10)] == [narrow] * 3
+    assert of(1 << 20, 64, False, (9, 0)) == narrow
+    assert of(1 << 20, 256, True, (12, 0)) == narrow._replace(k=64)
+    assert of(1 << 20, 256, True, (7, 5)) == int8_matmul._SMALL
+
+
+def test_conv2d_of_more_than_32_bits() -> None:
+    """Pixels that are 2**31 codes apart, in both images; nobody touches the memory between them."""
+    far = 2**27
+    x = torch.empty(2, 1, far + 2, 16, dtype=INT8, device=DEVICE)
+    ends = torch.randint(-128, 128, (2, 1, 4, 16), generator=torch.Generator().manual_seed(4), dtype=INT8)
+    x[:, :, :2], x[:, :, far:] = ends[:, :, :2].to(DEVICE), ends[:, :, 2:].to(DEVICE)
+    weight = torch.randint(-128, 128, (17, 1, 2, 16), generator=torch.Generator().manual_seed(5), dtype=INT8)
+    out = torch.zeros(2, 1, 2, 17, device=DEVICE)
+    one = torch.ones(1, device=DEVICE)
+    _int8_conv2d_(x, weight.to(DEVICE), one, None, one, None, (1, 1), (0, 0), (1, far), out, None, None)
+    taps = torch.stack([ends[:, 0, :2], ends[:, 0, 2:]], 2).flatten(2).double()
+    same(out.view(2, 2, 17).cpu(), (taps @ weight.flatten(1).double().T).float())
+
+
+def test_conv2d_of_too_many_pixels() -> None:
+    """Coordinates of pixels are 32-bit integers."""
+    x, weight = torch.zeros(1, 1, 1, 16, dtype=INT8), torch.zeros(1, 1, 1, 16, dtype=INT8)
+    one, out = torch.ones(1), torch.zeros(1, 1, 2, 1)
+    with pytest.raises(ValueError, match="int8_conv2d: x must have at most 1073741824 pixels"):
+        _int8_conv2d_(x, weight, one, None, one, None, (1, 2**30), (0, 2**29), (1, 1), out, None, None)
 
 
 # --------------------------------------------------------------------------------------------------- int8 weights
