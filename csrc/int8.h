@@ -87,7 +87,7 @@ struct StraightThrough {
   Dtype dtype;  // of grad, x and out
 };
 
-// The CUDA kernels for the two products below read their operands in chunks of 16 bytes. Here a row is the elements
+// The CUDA kernels for the products below read their operands in chunks of 16 bytes. Here a row is the elements
 // that a product sums for one m (in a or x) or for one n (in b or the weight): there are k of them. The elements of a
 // row must be contiguous, and each row must begin at a multiple of 16 bytes. If k is not a multiple of 16, zeros must
 // fill up each row to a multiple of 16 elements.
@@ -131,7 +131,7 @@ struct Window {
 //   row m:  [tap 0,0: channels][tap 0,1: channels] ... [tap 1,0: channels] ...      k = taps * channels
 //
 // In `rows`, m is the number of output pixels of all images, and `a` points to the images. a_strides[0] is the distance
-// of two pixels. Padding has the row's zero point as its code, clamped to int8.
+// from one pixel to the next, in elements. The code of padding is the row's zero point, clamped to int8.
 struct Int8Conv2d {
   Int8Matmul rows;
   Window window;

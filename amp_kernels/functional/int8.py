@@ -401,7 +401,7 @@ def int8_conv2d(
             (`dim=(1, 2, 3)`).
         bias: fp32 `[N]`, or None.
         stride: One int, or one each for height and width.
-        padding: One int, or one each for height and width. So many pixels are added at both ends.
+        padding: One int, or one each for height and width. At each end, this many pixels are added.
         dilation: One int, or one each for height and width.
         out_dtype: fp32, fp16 or bf16.
         out_scale: One fp32 element. The result is then quantized with it, for the next layer.
@@ -414,8 +414,8 @@ def int8_conv2d(
     Raises:
         TypeError: A dtype does not fit, or an operand is not an `Int8Tensor`.
         ValueError: A shape does not fit, an operand is quantized in blocks, the weight has a zero point, the kernel is
-            larger than the padded image, or the weight has more than 131071 elements for each output channel. For more
-            of them, the int32 sum could overflow.
+            larger than the padded image, or the weight has more than 131071 elements for each output channel. Beyond
+            that, int32 sums could overflow.
 
     Examples:
         >>> image = torch.tensor([[1.0, 2.0, 127.0]]).view(1, 1, 3, 1)
@@ -436,8 +436,9 @@ def int8_conv2d(
 
 
 def _pair(name: str, value: int | Sequence[int]) -> tuple[int, ...]:
+    values = value if isinstance(value, Sequence) else [value]
     try:
-        return tuple(map(operator.index, value if isinstance(value, Sequence) else [value] * 2))
+        return tuple(map(operator.index, [*values, *values] if len(values) == 1 else values))
     except TypeError:
         raise TypeError(f"int8_conv2d: {name} must be an int or two ints, got {value!r}") from None
 

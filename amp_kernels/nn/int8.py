@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .. import reference, torch_private
-from ..functional import Int8Tensor, dequantize_int8, fake_quantize_int8, int8_matmul, quantize_int8
+from ..functional import Int8Tensor, fake_quantize_int8, int8_matmul, quantize_int8
 from ..ops import int8 as ops
 from ..ops.checks import why_not_loaded
 from ..ops.int8 import MAX_K
@@ -323,7 +323,7 @@ class Int8Weight(FixedDtypes):
         return [newer] if newer else super()._why_not_loaded(state_dict, prefix, local_metadata)
 
 
-class Int8Product(Int8Weight):
+class Int8ProductLayer(Int8Weight):
     """An int8 layer with a mode (`Int8Linear`), a bias, and scales for its inputs and outputs."""
 
     mode_name: Tensor
@@ -412,7 +412,7 @@ def check_scales_fit(kind: str, mode: Mode, input_scale: Tensor | None, input_ze
         )
 
 
-class Int8Linear(Int8Product):
+class Int8Linear(Int8ProductLayer):
     """`torch.nn.Linear` with symmetric int8 weights for inference, with one scale per output.
 
     | mode | what it computes |
@@ -728,13 +728,17 @@ def w8a8(
     return _W8A8.apply(x, weight, weight_scale, bias, scale, zero_point, out_dtype)
 
 
-def codes_of(x: Tensor, scale: Tensor | None, zero_point: Tensor | None) -> Int8Tensor:
+_ROW = (-1,)
+
+
+def codes_of(x: Tensor, scale: Tensor | None, zero_point: Tensor | None, dim: tuple[int, ...] = _ROW) -> Int8Tensor:
     """Quantize activations by `scale` and `zero_point`.
 
-    If `scale` is None, quantize each row asymmetrically by its own range.
+    If `scale` is None, quantize each row, or each group with the reduced dimensions `dim`, asymmetrically by its own
+    range.
     """
     if scale is None:
-        return quantize_int8(x, dim=-1, symmetric=False)
+        return quantize_int8(x, dim=dim, symmetric=False)
     return quantize_int8(x, scale=scale, zero_point=zero_point)
 
 
@@ -787,8 +791,10 @@ def codes_to_share(op: str, codes: Int8Tensor | None, layer: nn.Module) -> Int8T
     return codes
 
 
-def _weight_codes(weight: Tensor, scale: Tensor | None) -> Int8Tensor:
-    return quantize_int8(weight, dim=-1) if scale is None else Int8Tensor(weight, scale, None, (1,))
+def quantized_weight(weight: Tensor, scale: Tensor | None) -> Int8Tensor:
+    """Return the codes of a weight, which is given as floats, or as codes with their scale."""
+    dim = tuple(range(1, weight.dim()))
+    return quantize_int8(weight, dim=dim) if scale is None else Int8Tensor(weight, scale, None, dim)
 
 
 class _W8A8(torch.autograd.Function):
@@ -807,7 +813,7 @@ class _W8A8(torch.autograd.Function):
         # backward pass computes these codes again.
         ctx.save_for_backward(x, weight, weight_scale, scale, zero_point)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        codes = _weight_codes(weight, weight_scale).t()
+        codes = quantized_weight(weight, weight_scale).t()
         bias = None if bias is None else bias.float()
         return int8_matmul(codes_of(x, scale, zero_point), codes, bias=bias, out_dtype=out_dtype)
 
@@ -818,7 +824,7 @@ class _W8A8(torch.autograd.Function):
         grad_x = grad_weight = grad_bias = None
         if torch.is_grad_enabled():  # this gradient will be differentiated
             return _w8a8_backward_by_torch(ctx, grad)
-        inputs, codes = codes_of(x, scale, zero_point), _weight_codes(weight, weight_scale)
+        inputs, codes = codes_of(x, scale, zero_point), quantized_weight(weight, weight_scale)
         if needs_x:
             grad_x = times_codes(grad, codes).to(x.dtype)
             grad_x = ops.straight_through_int8(grad_x, x, inputs.scale, inputs.zero_point, None)
@@ -842,7 +848,7 @@ def _w8a8_by_torch(
 ) -> Tensor:
     """Compute `w8a8` as a product of dequantized fp32 values, with operators that work in transforms."""
     with torch.autocast(x.device.type, enabled=False):
-        inputs, values = _fake_inputs(x, scale, zero_point), _fake_weight(weight, weight_scale)
+        inputs, values = fake_inputs(x, scale, zero_point), fake_weight(weight, weight_scale)
         return F.linear(inputs, values, None if bias is None else bias.float()).to(out_dtype)
 
 
@@ -853,25 +859,25 @@ def _w8a8_backward_by_torch(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]
     grad_x = grad_weight = None
     if needs_x:
         codes = codes_of(x.detach(), scale, zero_point)
-        grad_x = (grad.float() @ _fake_weight(weight, weight_scale)).to(x.dtype)
+        grad_x = (grad.float() @ fake_weight(weight, weight_scale)).to(x.dtype)
         grad_x = ops.straight_through(grad_x, x, codes.scale, codes.zero_point)
     if needs_weight:
-        grad_weight = (grad.float().t() @ _fake_inputs(x, scale, zero_point)).to(weight.dtype)
+        grad_weight = (grad.float().t() @ fake_inputs(x, scale, zero_point)).to(weight.dtype)
     return grad_x, grad_weight, None, grad.sum(0).to(ctx.bias_dtype) if needs_bias else None, None, None, None
 
 
-def _fake_inputs(x: Tensor, scale: Tensor | None, zero_point: Tensor | None) -> Tensor:
+def fake_inputs(x: Tensor, scale: Tensor | None, zero_point: Tensor | None, dim: tuple[int, ...] = _ROW) -> Tensor:
     """Return the dequantized result of `codes_of`, in fp32 and differentiable."""
     if scale is None:
-        return fake_quantize_int8(x.float(), dim=-1, symmetric=False)
+        return fake_quantize_int8(x.float(), dim=dim, symmetric=False)
     return fake_quantize_int8(x.float(), scale=scale, zero_point=zero_point)
 
 
-def _fake_weight(weight: Tensor, scale: Tensor | None) -> Tensor:
+def fake_weight(weight: Tensor, scale: Tensor | None) -> Tensor:
     """Return the dequantized weight in fp32. It is differentiable if the weight is given as floats."""
     if scale is None:
-        return fake_quantize_int8(weight.float(), dim=-1)
-    return dequantize_int8(Int8Tensor(weight, scale, None, (1,)))
+        return fake_quantize_int8(weight.float(), dim=tuple(range(1, weight.dim())))
+    return quantized_weight(weight, scale).dequantize()
 
 
 class _WeightOnly(torch.autograd.Function):

@@ -15,17 +15,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import torch_private
-from ..functional import Int8Tensor, dequantize_int8, fake_quantize_int8, int8_conv2d, quantize_int8
+from ..functional import Int8Tensor, int8_conv2d, quantize_int8
 from ..ops import int8 as ops
 from .int8 import (
-    Int8Product,
+    Int8ProductLayer,
     Mode,
     check_is_not_nested,
     check_scales_fit,
+    codes_of,
     codes_to_share,
     compute_dtype,
+    fake_inputs,
+    fake_weight,
+    quantized_weight,
 )
 
+_IMAGE = (1, 2, 3)  # the dimensions of an image in [B, H, W, C], which share a range
 Steps = dict[str, Any]  # stride, padding and dilation, each for height and width
 
 
@@ -53,7 +58,7 @@ def steps_of(conv: Any) -> Steps:
     return {name: tuple((of_a_line[name] if len(value) == 1 else ()) + tuple(value)) for name, value in given.items()}
 
 
-class _Int8Conv(Int8Product):
+class _Int8Conv(Int8ProductLayer):
     _inputs = "in_channels times the size of the kernel"
     _dims: int  # of an image
     groups, padding_mode = 1, "zeros"  # for code that reads them
@@ -84,7 +89,6 @@ class _Int8Conv(Int8Product):
         super().__init__((out_channels, *like.kernel_size, in_channels), bias, mode, device, dtype)
         self.in_channels, self.out_channels, self.kernel_size = in_channels, out_channels, like.kernel_size
         self.stride, self.padding, self.dilation = like.stride, like.padding, like.dilation
-        self._steps = steps_of(like)
 
     @classmethod
     def _float_class(cls) -> Any:
@@ -131,8 +135,9 @@ class _Int8Conv(Int8Product):
                 f"padding_mode={conv.padding_mode!r}; leave it in floating point"
             )
         codes = codes_to_share(op, weight, conv)
+        outputs, *taps, inputs = codes.shape
         layer = cls(
-            conv.in_channels, conv.out_channels, conv.kernel_size, conv.stride, conv.padding, conv.dilation, False,
+            inputs, outputs, taps, conv.stride, conv.padding, conv.dilation, False,
             mode, "meta", conv.weight.dtype,
         )  # fmt: skip
         layer._take_over(conv, mode, codes, input_scale, input_zero_point)
@@ -185,18 +190,18 @@ class _Int8Conv(Int8Product):
             bias: Tensor | None = self.bias
             bias = None if bias is None else bias.to(x.dtype)
             weight = self._codes().dequantize(x.dtype)
-            result = convolve(self._images(x), self._taps(weight), bias, self._steps)
+            result = convolve(self._images(x), self._taps(weight), bias, steps_of(self))
         else:
             scales = self.input_scale, self.input_zero_point
             codes = self._taps(self.weight_codes), self._taps(self.weight_scale)
-            result = w8a8_conv(self._images(x), *codes, self.bias, *scales, self._steps, compute_dtype(x))
+            result = w8a8_conv(self._images(x), *codes, self.bias, *scales, steps_of(self), compute_dtype(x))
         values = self._from_images(result, len(shape))
         return values if output_scale is None else Int8Tensor(values, output_scale, self.output_zero_point)
 
     def _of_codes(self, x: Int8Tensor) -> Tensor:
         self._check_multiplies_codes()
         weight = Int8Tensor(self._taps(self.weight_codes), self._taps(self.weight_scale))
-        return int8_conv2d(x, weight, **self._steps, **self._result())
+        return int8_conv2d(x, weight, **steps_of(self), **self._result())
 
     def _images(self, x: Tensor) -> Tensor:
         """Return `x` as [B, H, W, C], a view."""
@@ -220,7 +225,7 @@ class _Int8Conv(Int8Product):
             '3, 8, kernel_size=(3, 3), stride=(1, 1), mode=weight_only'
         """
         shown = [f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}"]
-        shown += [f"padding={self.padding!r}"] * any(self._steps["padding"])
+        shown += [f"padding={self.padding!r}"] * any(steps_of(self)["padding"])
         shown += [f"dilation={self.dilation}"] * any(step != 1 for step in self.dilation)
         shown += ["bias=False"] * (self.bias is None) + [f"mode={self.mode}"]
         return ", ".join(shown + ["int8 out"] * (self.output_scale is not None))
@@ -326,13 +331,18 @@ class OnCodes(nn.Module):
         super().__init__()
         self.layer = layer
 
-    def forward(self, x: Int8Tensor) -> Int8Tensor:
+    def forward(self, x: Tensor | Int8Tensor) -> Tensor | Int8Tensor:
         """Apply the layer to the codes."""
+        if not isinstance(x, Int8Tensor):  # the layer before was changed, or is not called
+            result: Tensor = self.layer(x)
+            return result
         values = x.values
-        # torch has no max pooling of int8, except for few pixels. bf16 holds every code. Pooling 4 x 64 x 112 x 112
-        # codes so takes a CPU 1.24 times as long as pooling floats in fp32, without the conversion to codes.
-        pools = isinstance(self.layer, nn.MaxPool2d)
-        values = self.layer(values.bfloat16() if pools else values).to(torch.int8)
+        if isinstance(self.layer, nn.MaxPool2d):
+            # torch has no max pooling of int8, except for few pixels. bf16 holds every code. Pooled in this way, codes
+            # of 4 x 64 x 112 x 112 take a CPU 1.24 times as long as floats. A window in the padding alone gives -inf.
+            values = self.layer(values.bfloat16()).clamp(min=-128).to(torch.int8)
+        else:
+            values = self.layer(values)
         return Int8Tensor(values, x.scale, x.zero_point)
 
 
@@ -378,32 +388,6 @@ def w8a8_conv(
     return _by_torch(*arguments) if torch_private.is_transformed() else _W8A8Conv.apply(*arguments)
 
 
-def _codes_of_images(x: Tensor, scale: Tensor | None, zero_point: Tensor | None) -> Int8Tensor:
-    if scale is None:
-        return quantize_int8(x, dim=(1, 2, 3), symmetric=False)
-    return quantize_int8(x, scale=scale, zero_point=zero_point)
-
-
-def _fake_images(x: Tensor, scale: Tensor | None, zero_point: Tensor | None) -> Tensor:
-    """Return the dequantized result of `_codes_of_images`, in fp32 and differentiable."""
-    if scale is None:
-        return fake_quantize_int8(x.float(), dim=(1, 2, 3), symmetric=False)
-    return fake_quantize_int8(x.float(), scale=scale, zero_point=zero_point)
-
-
-def _codes_of_taps(weight: Tensor, scale: Tensor | None) -> Int8Tensor:
-    return quantize_int8(weight, dim=(1, 2, 3)) if scale is None else Int8Tensor(weight, scale)
-
-
-def _fake_taps(weight: Tensor, scale: Tensor | None) -> Tensor:
-    """Return the dequantized weight in fp32. It is differentiable if the weight is given as floats."""
-    return (
-        fake_quantize_int8(weight.float(), dim=(1, 2, 3))
-        if scale is None
-        else dequantize_int8(Int8Tensor(weight, scale))
-    )
-
-
 def _by_torch(
     x: Tensor, weight: Tensor, weight_scale: Tensor | None, bias: Tensor | None, scale: Tensor | None,
     zero_point: Tensor | None, steps: Steps, out_dtype: torch.dtype,
@@ -411,7 +395,9 @@ def _by_torch(
     """Compute `w8a8_conv` as a convolution of dequantized fp32 values, with operators that work in transforms."""
     with torch.autocast(x.device.type, enabled=False):
         bias = None if bias is None else bias.float()
-        return convolve(_fake_images(x, scale, zero_point), _fake_taps(weight, weight_scale), bias, steps).to(out_dtype)
+        return convolve(fake_inputs(x, scale, zero_point, _IMAGE), fake_weight(weight, weight_scale), bias, steps).to(
+            out_dtype
+        )
 
 
 class _W8A8Conv(torch.autograd.Function):
@@ -424,7 +410,7 @@ class _W8A8Conv(torch.autograd.Function):
         ctx.save_for_backward(x, weight, weight_scale, scale, zero_point)
         ctx.bias_dtype, ctx.steps = None if bias is None else bias.dtype, steps
         return int8_conv2d(
-            _codes_of_images(x, scale, zero_point), _codes_of_taps(weight, weight_scale),
+            codes_of(x, scale, zero_point, _IMAGE), quantized_weight(weight, weight_scale),
             bias=None if bias is None else bias.float(), out_dtype=out_dtype, **steps,
         )  # fmt: skip
 
@@ -432,18 +418,22 @@ class _W8A8Conv(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, weight_scale, scale, zero_point = ctx.saved_tensors
         needs_x, needs_weight, _, needs_bias, *_ = ctx.needs_input_grad
-        codes = _codes_of_images(x.detach(), scale, zero_point)
-        if torch.is_grad_enabled():  # this gradient will be differentiated
-            grad = grad.float()
-            inputs, taps = _fake_images(x, scale, zero_point), _fake_taps(weight, weight_scale)
-        else:
-            inputs, taps = codes.dequantize(grad.dtype), _codes_of_taps(weight, weight_scale).dequantize(grad.dtype)
-        stride, padding, dilation = (list(ctx.steps[name]) for name in ("stride", "padding", "dilation"))
-        to_torch = (0, 3, 1, 2)
-        grad_x, grad_weight, grad_bias = torch.ops.aten.convolution_backward(
-            grad.permute(to_torch), inputs.permute(to_torch), taps.permute(to_torch), None, stride, padding, dilation,
-            False, [0, 0], 1, [needs_x, needs_weight, False],
-        )  # fmt: skip
+        grad_x: Any = None
+        grad_weight: Any = None
+        if needs_x or needs_weight:
+            codes = codes_of(x.detach(), scale, zero_point, _IMAGE)
+            if torch.is_grad_enabled():  # this gradient will be differentiated
+                inputs, taps = fake_inputs(x, scale, zero_point, _IMAGE), fake_weight(weight, weight_scale)
+            else:
+                inputs, taps = (
+                    codes.dequantize(grad.dtype),
+                    quantized_weight(weight, weight_scale).dequantize(grad.dtype),
+                )
+            stride, padding, dilation = (list(ctx.steps[name]) for name in ("stride", "padding", "dilation"))
+            nchw = (t.permute(0, 3, 1, 2) for t in (grad.to(inputs.dtype), inputs, taps))
+            grad_x, grad_weight, _ = torch.ops.aten.convolution_backward(
+                *nchw, None, stride, padding, dilation, False, [0, 0], 1, [needs_x, needs_weight, False]
+            )
         if needs_x:
             grad_x = grad_x.permute(0, 2, 3, 1).to(x.dtype)
             straight = ops.straight_through if torch.is_grad_enabled() else ops.straight_through_int8

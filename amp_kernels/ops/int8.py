@@ -576,8 +576,10 @@ def _check_conv2d(
             f"overflow, got {terms}"
         )
     for name, sizes, least in (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1)):
-        if len(sizes) != 2 or any(size < least for size in sizes):
-            raise ValueError(f"{op}: {name} must be one or two ints that are at least {least}, got {tuple(sizes)}")
+        if len(sizes) != 2 or any(not least <= size < 2**31 for size in sizes):
+            raise ValueError(
+                f"{op}: {name} must be one or two ints that are at least {least} and below 2^31, got {tuple(sizes)}"
+            )
     if any(size < 1 for size in out_pixels(x.shape, weight.shape, stride, padding, dilation)):
         raise ValueError(
             f"{op}: x must be at least as large as the dilated kernel after padding, got {tuple(x.shape[1:3])} pixels "

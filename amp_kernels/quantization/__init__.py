@@ -53,7 +53,7 @@ from ..nn.conversion import (
 from ..nn.int8 import (
     ALL,
     FixedDtypes,
-    Int8Product,
+    Int8ProductLayer,
     Int8Weight,
     check_is_not_nested,
     codes_of_weight,
@@ -64,7 +64,7 @@ from ..nn.int8 import (
 from ..nn.int8_conv import OnCodes, from_images, images_of, pads_both_ends_alike, steps_of, w8a8_conv
 from ..ops.int8 import MAX_K
 from ..ops.table import DTYPE_CODES
-from .folding import fold_, foldable
+from .folding import FoldedBatchNorm, folded, is_batch_norm
 from .saved_activations import int8_saved_activations
 
 __all__ = [
@@ -99,9 +99,9 @@ def quantize_(
     `quantize_int8`.
 
     A batch norm that follows a convolution is folded into it first, with its running statistics, and becomes an
-    `nn.Identity`. In an `nn.Sequential` such a pair is found by its order, in other modules by a trace of `forward`
-    (`torch.fx`). A module that cannot be traced keeps its own batch norms, and the modules in it are traced one by one.
-    The log says how many batch norms were folded.
+    identity. Such pairs are found by traces of the model with `torch.fx`, one in training mode and one in eval mode.
+    While they run, no other thread may call modules. If the model cannot be traced, its batch norms stay. The log says
+    how many batch norms were folded.
 
     In eval mode without gradients, an `nn.TransformerEncoder` with float layers may return zeros at padded positions.
     With int8 layers the encoder returns other values there, as it does with float layers in training mode or with
@@ -133,18 +133,16 @@ def quantize_(
             "some batches, and call convert_"
         )
     codes = _SharedCodes()
-    new: dict[nn.Module, nn.Module] = {}
-    model, found, spared = _find("quantize_", model, filter_fn, needs_int8_input=mode == "dynamic")
-    _fold(model, found)
-    for layer in found:
+
+    def int8_layer(layer: Any) -> Any:
         if isinstance(layer, nn.Embedding):
-            new[layer] = codes.give(layer, partial(Int8Embedding.from_embedding, layer))
-        elif isinstance(layer, nn.Conv1d | nn.Conv2d):
+            return codes.give(layer, partial(Int8Embedding.from_embedding, layer))
+        if isinstance(layer, nn.Conv1d | nn.Conv2d):
             kind = Int8Conv2d if isinstance(layer, nn.Conv2d) else Int8Conv1d
-            new[layer] = codes.give(layer, partial(kind.from_conv, layer, mode))
-        else:
-            new[layer] = codes.give(layer, partial(Int8Linear.from_linear, layer, mode))
-    return _replace_layers("quantize_", model, new, spared)
+            return codes.give(layer, partial(kind.from_conv, layer, mode))
+        return codes.give(layer, partial(Int8Linear.from_linear, layer, mode))
+
+    return _exchange_layers("quantize_", model, filter_fn, int8_layer, needs_int8_input=mode == "dynamic")
 
 
 def prepare_(model: nn.Module, filter_fn: FilterFn | None = None) -> nn.Module:
@@ -173,10 +171,7 @@ def prepare_(model: nn.Module, filter_fn: FilterFn | None = None) -> nn.Module:
         >>> amp_kernels.quantization.convert_(model)[0]
         Int8Linear(in_features=16, out_features=8, bias=True, mode=static)
     """
-    model, found, spared = _find("prepare_", model, filter_fn, needs_int8_input=True)
-    _fold(model, found)
-    new = {layer: _observed(layer) for layer in found}
-    return _replace_layers("prepare_", model, new, spared)
+    return _exchange_layers("prepare_", model, filter_fn, _observed, needs_int8_input=True)
 
 
 def prepare_qat_(
@@ -191,8 +186,10 @@ def prepare_qat_(
     optimizer may be created before or after this call. Until `convert_`, `layer.weight` is the float parameter. After
     `convert_`, it is the dequantized weight.
 
-    Batch norms are folded into convolutions first, as in `quantize_`. From then on, training uses no statistics of
-    batches for them. The bias of a batch norm becomes that of a convolution without a bias.
+    Batch norms are folded into convolutions first, as in `quantize_`. The folded numbers are written into the
+    parameters. From then on, training uses no statistics of batches for them. The bias of a batch norm becomes that of
+    a convolution without a bias. Where neither has a bias of the weight's dtype, the batch norm stays. It also stays
+    if another parameter shares the memory.
 
     Args:
         model: Changed in place.
@@ -219,10 +216,8 @@ def prepare_qat_(
         raise ValueError(
             f"prepare_qat_: mode must be 'dynamic' or 'static', got {mode!r}; weight-only layers need no training"
         )
-    model, found, spared = _find("prepare_qat_", model, filter_fn, needs_int8_input=True)
-    _fold(model, found)
-    new = {layer: _for_qat(layer, mode) for layer in found}
-    return _replace_layers("prepare_qat_", model, new, spared)
+    make = partial(_for_qat, mode=mode)
+    return _exchange_layers("prepare_qat_", model, filter_fn, make, needs_int8_input=True, in_place=True)
 
 
 def convert_(model: nn.Module) -> nn.Module:
@@ -273,7 +268,7 @@ def convert_(model: nn.Module) -> nn.Module:
                 "tie layers before preparing the model"
             )
         if isinstance(layer, _Prepared) and layer.observer is not None:
-            layer.observer.check(name, " in training mode" if isinstance(layer, QATLinear) else "")
+            layer.observer.check(name, " in training mode" if isinstance(layer, QATLinear | _QATConv) else "")
     codes = _SharedCodes()
     new: dict[Any, Any] = {layer: codes.give(layer, layer.convert) for layer in prepared}
     result = _replace_layers("convert_", model, new, None)  # `prepare_` or `prepare_qat_` has warned already
@@ -549,8 +544,9 @@ class _PreparedConv(_Prepared):
     def from_conv(cls, conv: Any, observes: bool) -> Any:
         """Return a layer with the parameters of a float layer."""
         made: Any = cls
+        outputs, inputs, *taps = conv.weight.shape
         layer = made(
-            conv.in_channels, conv.out_channels, conv.kernel_size, conv.stride, conv.padding, conv.dilation,
+            inputs, outputs, taps, conv.stride, conv.padding, conv.dilation,
             bias=conv.bias is not None, device="meta",
         )  # fmt: skip
         layer.weight, layer.bias = conv.weight, conv.bias
@@ -667,29 +663,51 @@ class _SharedCodes:
         return made
 
 
-def _find(
-    op: str, model: nn.Module, filter_fn: FilterFn | None, needs_int8_input: bool
-) -> tuple[nn.Module, list[Any], list[Any]]:
-    """Find and check the layers to replace. Return the model, these layers, and those that `filter_fn` left out.
+def _exchange_layers(
+    op: str,
+    model: nn.Module,
+    filter_fn: FilterFn | None,
+    make: Callable[[Any], nn.Module],
+    *,
+    needs_int8_input: bool,
+    in_place: bool = False,
+) -> nn.Module:
+    """Put the layers that `make` returns in the place of those that can be int8. After an error nothing has changed.
 
-    The projections of a `torch.nn.MultiheadAttention` are not layers. So a `MultiheadAttention` of this package takes
-    its place, with the same parameters, if one of its projections is to be replaced.
+    Args:
+        op: The name of the function that the user called.
+        model: Changed in place.
+        filter_fn: From the user.
+        make: Returns the new layer for a float layer.
+        needs_int8_input: Whether the new layers multiply codes by codes.
+        in_place: Whether the new layers keep the parameters, into which batch norms are then folded.
     """
     check_model(op, model)
+    # The projections of a `torch.nn.MultiheadAttention` are not layers. A `MultiheadAttention` of this package takes
+    # its place, with the same parameters.
     split: dict[nn.Module, nn.Module] = {
         module: MultiheadAttention.from_attention(module)
         for module in model.modules()
         if type(module) is nn.MultiheadAttention and not (_has_hooks(module) or _has_hooks(module.out_proj))
     }
-    _exchange(model, split)
-    found: list[Any] = []
-    try:
-        found, spared = _find_layers(op, split.get(model, model), filter_fn, needs_int8_input)
-    finally:  # after an error, all of them; else those that keep their projections
-        untouched = {new: old for old, new in split.items() if not any(child in found for child in new.children())}
-        _exchange(model, untouched)
     root = split.get(model, model)
-    return untouched.get(root, root), found, spared
+    _exchange(model, split)
+    try:
+        found, spared = _find(op, root, filter_fn, needs_int8_input)
+        pairs = folded(root, [layer for layer in found if isinstance(layer, nn.Conv1d | nn.Conv2d)], in_place=in_place)
+        stand_ins = {pair.conv: pair.stand_in(in_place=in_place) for pair in pairs}
+        new = {layer: make(stand_ins.get(layer, layer)) for layer in found}
+    except BaseException:
+        _exchange(model, {ours: theirs for theirs, ours in split.items()})
+        raise
+    _exchange(model, {ours: theirs for theirs, ours in split.items() if not any(c in new for c in ours.children())})
+    norms = sum(map(is_batch_norm, root.modules()))
+    for pair in pairs if in_place else ():
+        pair.write()
+    _exchange(root, {pair.norm: FoldedBatchNorm() for pair in pairs})
+    if norms:
+        LOG.info("folded %d of %d batch norms into convolutions", len(pairs), norms)
+    return _replace_layers(op, root, new, spared)
 
 
 def _exchange(model: nn.Module, new: Mapping[Any, nn.Module]) -> None:
@@ -700,9 +718,8 @@ def _exchange(model: nn.Module, new: Mapping[Any, nn.Module]) -> None:
                 setattr(parent, key, new[child])
 
 
-def _find_layers(
-    op: str, model: nn.Module, filter_fn: FilterFn | None, needs_int8_input: bool
-) -> tuple[list[Any], list[Any]]:
+def _find(op: str, model: nn.Module, filter_fn: FilterFn | None, needs_int8_input: bool) -> tuple[list[Any], list[Any]]:
+    """Find and check the layers to replace. Return them, and the layers that `filter_fn` left out."""
     known = {layer: name for name, layer in model.named_modules() if _is_known(layer)}
     taken = {layer: name for layer, name in known.items() if filter_fn is None or filter_fn(layer, name)}
     kept = kept_weights(model, taken)
@@ -722,22 +739,12 @@ def _find_layers(
         _check_has_no_hooks(op, name, layer)
     if not found:
         raise ValueError(
-            f"{op}: model must have an nn.Linear, nn.Conv2d or nn.Embedding to replace, got {type(model).__name__}"
+            f"{op}: model must have an nn.Linear, nn.Conv1d, nn.Conv2d or nn.Embedding to replace, got "
+            f"{type(model).__name__}"
             + (", where each of these shares its weight with a layer that is not replaced" if taken else " without any")
             + _what_was_done(model)
         )
     return list(found), [layer for layer in known if layer not in taken]
-
-
-def _fold(model: nn.Module, found: list[Any]) -> None:
-    """Fold batch norms into the convolutions among the layers in `found`, and log how many, and how many stay."""
-    convolutions = {layer for layer in found if isinstance(layer, nn.Conv1d | nn.Conv2d)}
-    norms = sum(isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d) for module in model.modules())
-    if not convolutions or not norms:
-        return
-    pairs = foldable(model, convolutions, lambda norm: not _has_hooks(norm))
-    fold_(model, pairs)
-    LOG.info("folded %d of %d batch norms into convolutions", len(pairs), norms)
 
 
 def _what_was_done(model: nn.Module) -> str:
@@ -809,7 +816,7 @@ def _switch_off_fused_kernels(model: nn.Module, new: set[nn.Module]) -> None:
                 parent.use_nested_tensor = False
 
 
-def _chain(model: nn.Module, static: set[Int8Product]) -> None:
+def _chain(model: nn.Module, static: set[Int8ProductLayer]) -> None:
     """Let a static layer return codes if the next layer is static, with only layers between them that can pass codes.
 
     Each of these layers must be used only once in the model. Layers that do nothing may be used again.
@@ -825,7 +832,7 @@ def _chain(model: nn.Module, static: set[Int8Product]) -> None:
             end = next((j for j in range(i + 1, len(layers)) if not _passes_codes(layers[j])), len(layers))
             second = layers[end] if end < len(layers) else None
             between = range(i + 1, end)
-            alone = [first, second, *(layers[j] for j in between if type(layers[j]) is not nn.Identity)]
+            alone = [first, second, *(layers[j] for j in between if not isinstance(layers[j], nn.Identity))]
             if second not in static or any(uses[id(layer)] != 1 for layer in alone):
                 continue
             assert second.input_scale is not None and second.input_zero_point is not None
@@ -844,11 +851,11 @@ def _passes_codes(layer: nn.Module) -> bool:
     """Return whether a layer without a weight computes the same from codes as from the numbers they stand for."""
     if type(layer) is nn.MaxPool2d and layer.return_indices:
         return False
-    return type(layer) in (nn.Identity, nn.ReLU, nn.MaxPool2d, nn.Flatten) and not _has_hooks(layer)
+    return type(layer) in (nn.Identity, FoldedBatchNorm, nn.ReLU, nn.MaxPool2d, nn.Flatten) and not _has_hooks(layer)
 
 
 def _on_codes(layer: nn.Module) -> nn.Module:
     """Return the layer that takes the place of `layer` between layers that pass codes."""
     if type(layer) in (nn.MaxPool2d, nn.Flatten):
         return OnCodes(layer)
-    return nn.Identity()
+    return nn.Identity() if type(layer) is nn.ReLU else layer

@@ -6,126 +6,169 @@ With running statistics, `norm(conv(x))` is a convolution with other numbers (Ja
     weight = conv.weight * factor
     bias   = (conv.bias - running_mean) * factor + norm.bias
 
-A pair of layers is found in an `nn.Sequential` by its order. In other modules it is found by `torch.fx`, which runs
-`forward` without numbers and writes down what calls what. If a module cannot be traced, because its `forward` branches
-on numbers, the modules in it are traced one by one.
+Pairs are found by `torch.fx`. It runs `forward` of a copy of the model, without numbers, and writes down which module
+reads the result of which. So a pair is found in an `nn.Sequential`, and in modules that call their layers by name. The
+copy is traced in training mode and in eval mode, and only pairs of both traces are folded. If the model cannot be
+traced, because its `forward` branches on numbers, nothing is folded.
 """
 
 from __future__ import annotations
 
-import itertools
+import copy
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
+from torch.utils._pytree import tree_leaves
 
 _NORMS = {nn.Conv1d: nn.BatchNorm1d, nn.Conv2d: nn.BatchNorm2d}
 
 
-def foldable(
-    model: nn.Module, convolutions: Collection[nn.Module], is_free: Callable[[nn.Module], bool]
-) -> dict[nn.Module, nn.Module]:
-    """Return the batch norm of each convolution that is followed by one, and by nothing else.
+class FoldedBatchNorm(nn.Identity):
+    """The place of a batch norm that was folded. It refuses the checkpoint of a model whose batch norm is not folded.
+
+    Without it, `load_state_dict(strict=False)` would load the weight of the convolution, and leave out the statistics.
+    """
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        given = f"{prefix}running_mean"
+        if given in state_dict:
+            error_msgs.append(
+                f"load_state_dict: {given} must not be given, since this batch norm was folded into a convolution; "
+                "load the checkpoint of the float model first, then convert the model"
+            )
+
+
+class Folded(NamedTuple):
+    """A convolution with its batch norm, and the numbers that stand for both."""
+
+    conv: Any
+    norm: Any
+    weight: Tensor
+    bias: Tensor
+
+    def stand_in(self, *, in_place: bool) -> Any:
+        """Return a convolution with the folded numbers.
+
+        If `in_place` is true, it has the parameters of the given one, and gets the numbers from `write`. If the given
+        convolution has no bias, it has that of the batch norm. Otherwise it has parameters of its own.
+        """
+        conv = copy.copy(self.conv)
+        conv.__dict__["_parameters"] = dict(self.conv._parameters)
+        if in_place:
+            conv.bias = self.norm.bias if conv.bias is None else conv.bias
+        else:
+            trains = conv.weight.requires_grad
+            conv.weight, conv.bias = nn.Parameter(self.weight, trains), nn.Parameter(self.bias, trains)
+        return conv
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Write the numbers into the parameters."""
+        self.conv.weight.copy_(self.weight)
+        (self.norm.bias if self.conv.bias is None else self.conv.bias).copy_(self.bias)
+
+
+def is_batch_norm(module: nn.Module) -> bool:
+    """Return whether a module is a batch norm that may be folded."""
+    return type(module) in _NORMS.values()
+
+
+@torch.no_grad()
+def folded(model: nn.Module, convolutions: Collection[Any], *, in_place: bool) -> list[Folded]:
+    """Return the convolutions that are followed by a batch norm, and by nothing else, with the folded numbers.
 
     Args:
         model: The model. It is not changed.
         convolutions: Only these are considered.
-        is_free: Returns whether a batch norm can be taken out: it has no hooks.
+        in_place: Whether the numbers will be written into the parameters of the convolution. Pairs are left out then
+            if that is not possible, or if others would see it.
     """
-    uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
-    owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    named = dict(model.named_modules(remove_duplicate=False))
+    uses = Counter(map(id, named.values()))
+    tensors = [p for module in model.modules() for p in module.parameters(recurse=False)]
+    owners, storages = Counter(map(id, tensors)), Counter(p.untyped_storage().data_ptr() for p in tensors)
 
     def fits(conv: Any, norm: Any) -> bool:
-        return (
-            conv in convolutions
-            and type(norm) is _NORMS.get(type(conv))
-            and norm.running_mean is not None
-            and norm.num_features == conv.out_channels
-            and uses[id(conv)] == uses[id(norm)] == 1
-            and all(owners[id(p)] == 1 for p in (*conv.parameters(), *norm.parameters()))
-            and is_free(norm)
+        if conv not in convolutions or type(norm) is not _NORMS[type(conv)] or norm.running_mean is None:
+            return False
+        parameters = [*conv.parameters(), *norm.parameters()]
+        if norm.num_features != conv.weight.shape[0] or uses[id(conv)] != 1 or uses[id(norm)] != 1:
+            return False
+        if any(vars(norm)[hooks] for hooks in ("_forward_hooks", "_forward_pre_hooks")) or "forward" in vars(norm):
+            return False
+        if any(owners[id(p)] != 1 for p in parameters):
+            return False
+        if not in_place:
+            return True
+        has_bias = conv.bias is not None or (norm.bias is not None and norm.bias.dtype == conv.weight.dtype)
+        return has_bias and not any(
+            storages[p.untyped_storage().data_ptr()] > 1 or p.is_inference() or 0 in p.stride() for p in parameters
         )
 
-    pairs = {conv: norm for conv, norm in _in_sequentials(model) if fits(conv, norm)}
-    norms = [module for module in model.modules() if type(module) in _NORMS.values()]
-    if any(norm not in pairs.values() for norm in norms):  # a trace runs code of the user, so it is made only if needed
-        pairs |= {conv: norm for conv, norm in _in_graphs(model) if fits(conv, norm)}
-    return pairs
+    if not any(is_batch_norm(module) for module in named.values()):  # a trace runs code of the user
+        return []
+    in_training, in_eval = (set(_pairs(model, training)) for training in (True, False))
+    pairs = [(named[first], named[second]) for first, second in sorted(in_training & in_eval)]
+    return [_folded(conv, norm) for conv, norm in pairs if fits(conv, norm)]
 
 
-def _in_sequentials(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
-    for parent in model.modules():
-        if type(parent) is nn.Sequential:
-            layers = list(parent)
-            yield from itertools.pairwise(layers)
+def _folded(conv: Any, norm: Any) -> Folded:
+    bias, scale, shift = (None if side is None else side.float() for side in (conv.bias, norm.weight, norm.bias))
+    mean, var = norm.running_mean.float(), norm.running_var.float()
+    weight, bias = fuse_conv_bn_weights(conv.weight.float(), bias, mean, var, norm.eps, scale, shift)
+    return Folded(conv, norm, weight.to(conv.weight.dtype), bias.to(conv.weight.dtype))
 
 
 class _Tracer(torch.fx.Tracer):
     def is_leaf_module(self, module: nn.Module, name: str) -> bool:
-        return not isinstance(module, nn.Sequential) and (
-            super().is_leaf_module(module, name) or type(module).__module__.startswith("amp_kernels.")
-        )
+        is_ours = type(module).__module__.startswith("amp_kernels.")
+        return super().is_leaf_module(module, name) or is_ours
 
 
-def _graph_of(model: nn.Module) -> torch.fx.Graph | None:
-    """Return the graph of `model`, or None if it cannot be traced.
+def _pairs(model: nn.Module, training: bool) -> Iterator[tuple[str, str]]:
+    """Yield the names of modules of which the first is called once, and only the second reads its result.
 
-    What `forward` stores in modules during the trace is not a tensor, so the modules get back what they had.
+    `forward` of the user may write to tensors, to random generators and to modules. So a copy is traced, whose tensors
+    have no memory, and which has no hooks.
     """
-    before = [(module, dict(vars(module))) for module in model.modules()]
+    memo: dict[int, Any] = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()}
+    memo |= {id(buffer): buffer.to("meta") for buffer in model.buffers()}
     try:
-        return _Tracer().trace(model)
+        with torch.random.fork_rng(devices=[]):
+            traced = copy.deepcopy(model, memo).train(training)
+            for module in traced.modules():
+                module._forward_hooks.clear()
+                module._forward_pre_hooks.clear()
+            graph = _Tracer().trace(traced)
     except Exception:  # whatever the code of the user raises if it gets no numbers
-        return None
-    finally:
-        for module, values in before:
-            vars(module).clear()
-            vars(module).update(values)
-
-
-def _in_graphs(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """Yield the pairs of modules of which the first is called once, and only the second one reads its result."""
-    graph = _graph_of(model)
-    if graph is None:
-        for child in model.children():
-            yield from _in_graphs(child)
         return
-    calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
+    calls = Counter(str(node.target) for node in graph.nodes if node.op == "call_module")
+    # `forward` may read parameters of a module itself, and may store results in a module.
+    read = [str(node.target) for node in graph.nodes if node.op == "get_attr"]
+    stored = {
+        leaf.node
+        for module in traced.modules()
+        for leaf in tree_leaves({key: value for key, value in vars(module).items() if not key.startswith("_")})
+        if isinstance(leaf, torch.fx.Proxy)
+    }
     for node in graph.nodes:
         first = node.args[0] if node.op == "call_module" and node.args else None
-        if not (isinstance(first, torch.fx.Node) and first.op == "call_module" and len(first.users) == 1):
+        if not (isinstance(first, torch.fx.Node) and first.op == "call_module") or first in stored:
             continue
-        if calls[first.target] == calls[node.target] == 1:
-            yield model.get_submodule(str(first.target)), model.get_submodule(str(node.target))
-
-
-@torch.no_grad()
-def fold_(model: nn.Module, pairs: dict[nn.Module, nn.Module]) -> None:
-    """Fold batch norms into their convolutions, and put an `nn.Identity` in the place of each batch norm.
-
-    The weight of the convolution and its bias stay the same parameters, so that an optimizer still has them. A
-    convolution without a bias gets that of the batch norm.
-
-    Args:
-        model: Changed in place.
-        pairs: Convolutions with their batch norms, from `foldable`.
-    """
-    conv: Any
-    norm: Any
-    for conv, norm in pairs.items():
-        bias, scale, shift = (None if side is None else side.float() for side in (conv.bias, norm.weight, norm.bias))
-        mean, var = norm.running_mean.float(), norm.running_var.float()
-        folded = fuse_conv_bn_weights(conv.weight.float(), bias, mean, var, norm.eps, scale, shift)
-        if conv.bias is None:
-            fits = norm.bias is not None and norm.bias.dtype == conv.weight.dtype
-            conv.bias = norm.bias if fits else nn.Parameter(conv.weight.new_empty(norm.num_features))
-        conv.weight.copy_(folded[0])
-        conv.bias.copy_(folded[1])
-    norms = set(pairs.values())
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if child in norms:
-                setattr(parent, name, nn.Identity())
+        names = str(first.target), str(node.target)
+        is_alone = len(first.users) == 1 and all(calls[name] == 1 for name in names)
+        if is_alone and not any(target.startswith(f"{name}.") for target in read for name in names):
+            yield names

@@ -258,6 +258,8 @@ class Int8Product {
     int8_t codes[Tile::kRows * kColumns];
     if constexpr (kBlock > 0) {
       static_assert(Tile::kRows * kColumns >= kBlock);
+      // If there are fewer than kBlock results, the codes of what follows them in y are not used.
+      //
       // An Encoder adds zero points in 16 bits. Beyond +-1024 all codes are the same end of the range.
       const int zero_point = std::clamp(affine.zero_point, -1024, 1024);
       encode_blocks<false>(y, 0, &affine.inverse, &zero_point, args_.out_zero_point == nullptr, codes,
@@ -270,7 +272,10 @@ class Int8Product {
                         : std::memcpy(to + r * n, codes + r * kColumns, count);
   }
 
+ protected:
   const Int8Matmul args_;
+
+ private:
   const bool has_zero_points_;
   const bool is_narrow_;  // whether 32 bits hold every sum of (a - za) * (b - zb)
 };
@@ -281,9 +286,10 @@ class ConvProduct : public Int8Product<Tile> {
  public:
   using Base = Int8Product<Tile>;
   using Left = typename Base::Left;
+  using Base::args_;
   using Base::k;
 
-  explicit ConvProduct(const Int8Conv2d& conv) : Base(conv.rows), args_(conv.rows), window_(conv.window) {}
+  explicit ConvProduct(const Int8Conv2d& conv) : Base(conv.rows), window_(conv.window) {}
 
   int64_t gathered_bytes() const { return Tile::kRows * k; }
 
@@ -325,7 +331,7 @@ class ConvProduct : public Int8Product<Tile> {
     int64_t y = w.first(0, pixel.y);
     for (int64_t i = 0; i < w.taps[0]; ++i, y += w.dilation[0]) {
       const bool is_inside = y >= 0 && y < w.size[0];
-      const int8_t* const line = args_.a + (pixel.image * w.size[0] + y) * w.size[1] * w.channels;
+      const int8_t* const line = is_inside ? args_.a + (pixel.image * w.size[0] + y) * w.size[1] * w.channels : nullptr;
       int64_t x = w.first(1, pixel.x);
       for (int64_t j = 0; j < w.taps[1]; j += together, x += w.dilation[1], to += together * w.channels) {
         const int64_t begin = is_inside ? std::clamp<int64_t>(-x, 0, together) : together;
@@ -338,7 +344,6 @@ class ConvProduct : public Int8Product<Tile> {
     }
   }
 
-  const Int8Matmul args_;
   const Window window_;
 };
 

@@ -373,6 +373,7 @@ Window window_of(const Tensor& x, const Tensor& weight, const Dims& stride, cons
   window.channels = x.size(3);
   for (int d = 0; d < 2; ++d) {
     require(stride[d] >= 1 && padding[d] >= 0 && dilation[d] >= 1);
+    require(std::max({stride[d], padding[d], dilation[d]}) < 1LL << 31);
     window.size[d] = x.size(1 + d), window.taps[d] = weight.size(1 + d);
     window.stride[d] = stride[d], window.padding[d] = padding[d], window.dilation[d] = dilation[d];
     const int64_t last = x.size(1 + d) + 2 * padding[d] - dilation[d] * (weight.size(1 + d) - 1) - 1;

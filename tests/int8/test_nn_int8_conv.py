@@ -146,19 +146,42 @@ def test_gradients_are_those_of_the_quantized_convolution(mode, name, device):
 
 
 def test_second_derivatives_and_transforms(device):
+    """As those of torch's convolution of fake-quantized values."""
     original, x = convolution("3x3", device=device)
     layer = int8_layer("dynamic", original)
+    weight, bias = layer.weight.clone(), layer.bias.detach()
 
-    def penalty(x):
-        (grad,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
-        return grad.square().sum()
+    def by_torch(x):
+        inputs = amp_kernels.fake_quantize_int8(x, dim=(1, 2, 3), symmetric=False)
+        return F.conv2d(inputs, weight, bias, padding=1)
 
-    leaf = x.clone().requires_grad_()
-    (second,) = torch.autograd.grad(penalty(leaf), leaf)
-    assert second.isfinite().all() and second.abs().sum() > 0
-    tangents = torch.func.jvp(lambda x: layer(x), (x,), (torch.ones_like(x),))[1]
-    assert tangents.shape == layer(x).shape and tangents.abs().sum() > 0
+    def second(function):
+        leaf = x.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(function(leaf).square().sum(), leaf, create_graph=True)
+        return torch.autograd.grad(grad.square().sum(), leaf)[0]
+
+    torch.testing.assert_close(second(layer), second(by_torch), rtol=1e-4, atol=1e-5)
+    ours, theirs = (torch.func.jvp(f, (x,), (torch.ones_like(x),)) for f in (layer, by_torch))
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(torch.vmap(layer)(x), torch.stack([layer(image) for image in x]), rtol=1e-5, atol=1e-5)
+
+
+def test_a_layer_that_was_changed_after_it_was_made(device):
+    original, x = convolution("3x3", device=device)
+    layer = int8_layer("dynamic", original)
+    layer.stride = (2, 2)
+    assert torch.equal(layer(x), int8_layer("dynamic", original)(x)[:, :, ::2, ::2])
+    gray = nn.Conv2d(3, 4, 3)
+    gray.weight = nn.Parameter(gray.weight.sum(1, keepdim=True))
+    image = randn(2, 1, 8, 8)
+    expected = gray(image)
+    for int8 in (quantize_(copy.deepcopy(gray), "dynamic"), convert_(prepare_qat_(copy.deepcopy(gray)))):
+        assert (int8(image) - expected).abs().max() <= 0.02 * expected.abs().max()
+
+
+def test_who_is_not_calibrated_is_told_how():
+    with pytest.raises(ValueError, match="run some batches through the prepared model in training mode"):
+        convert_(prepare_qat_(nn.Conv2d(3, 4, 3), "static"))
 
 
 def test_codes_pass_from_layer_to_layer(device):

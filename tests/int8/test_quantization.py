@@ -386,7 +386,9 @@ def test_a_subclass_of_conv1d_and_other_classes_of_the_name_are_left_alone():
 
     Other.__name__ = "Conv1D"
     for layer in (Sub(4, 4), Other()):
-        with pytest.raises(ValueError, match=r"model must have an nn\.Linear, nn\.Conv2d or nn\.Embedding to replace"):
+        with pytest.raises(
+            ValueError, match=r"model must have an nn\.Linear, nn\.Conv1d, nn\.Conv2d or nn\.Embedding to replace"
+        ):
             prepare_(nn.Sequential(layer))
 
 
@@ -621,7 +623,7 @@ def test_errors_are_sentences_and_change_nothing():
         prepare_qat_(mlp(), "weight_only")
     with pytest.raises(
         ValueError,
-        match=r"model must have an nn\.Linear, nn\.Conv2d or nn\.Embedding to replace, got Conv2d without any",
+        match=r"model must have an nn\.Linear, .* or nn\.Embedding to replace, got Conv2d without any",
     ):
         quantize_(nn.Conv2d(3, 3, 3, groups=3), "dynamic")
     with pytest.raises(ValueError, match="model must have layers that were prepared"):

@@ -696,7 +696,7 @@ def reads_stay_inside(monkeypatch: pytest.MonkeyPatch) -> None:
 def run_conv2d(
     shape: tuple[int, int, int, int], outputs: int, taps: tuple[int, int], stride: tuple[int, int] = (1, 1),
     padding: tuple[int, int] = (0, 0), dilation: tuple[int, int] = (1, 1), *, zero_points: bool = True,
-    out_zero_point: int | None = None,
+    zero_point: int | None = None, out_zero_point: int | None = None,
 ) -> None:  # fmt: skip
     """A convolution of images that lie between 16 KB of guards, so that a wrong line or image is in a guard too."""
     far = 1 << 14
@@ -704,10 +704,12 @@ def run_conv2d(
     x = torch.randint(-128, 128, shape, generator=g, dtype=INT8)
     weight = torch.randint(-128, 128, (outputs, *taps, shape[3]), generator=g, dtype=INT8)
     zero = torch.randint(-128, 128, (shape[0], 1, 1, 1), generator=g, dtype=INT32) * zero_points
+    if zero_point is not None:
+        zero = torch.full_like(zero, zero_point)
     scale, weight_scale = torch.rand(shape[0], generator=g) + 0.5, torch.rand(outputs, generator=g) * 1e-3
     bias = torch.randn(outputs, generator=g)
     # Padding is the zero point, so it is 0 behind the subtraction.
-    moved, kernel = (x - zero).permute(0, 3, 1, 2).double(), weight.permute(0, 3, 1, 2).double()
+    moved, kernel = (x.long() - zero).permute(0, 3, 1, 2).double(), weight.permute(0, 3, 1, 2).double()
     total = torch.nn.functional.conv2d(moved, kernel, None, stride, padding, dilation).permute(0, 2, 3, 1)
     y = (total + 0.0).float() * (scale.view(-1, 1, 1, 1) * weight_scale) + bias
     out_scale = None if out_zero_point is None else y.abs().max() / 90
@@ -770,6 +772,12 @@ def test_conv2d_tiles(tiles: int8_matmul.Tiles, zero_points: bool, monkeypatch: 
         monkeypatch.setattr(int8_conv2d, "capability_of", lambda _: (7, 5))
     conv = ((4, 7, 6, 48), 70, (3, 2), (1, 2), (1, 1), (2, 1))
     run_conv2d(*conv, zero_points=zero_points, out_zero_point=-7 if zero_points else 0)
+
+
+@pytest.mark.parametrize("zero_point", [2**30, -(2**31)])
+def test_conv2d_corrections_of_64_bits(zero_point: int) -> None:
+    """A zero point that is no code, times the sum of an output channel."""
+    run_conv2d(*CONVOLUTIONS["valid"], zero_point=zero_point)
 
 
 def test_conv2d_tiles_of_devices() -> None:
