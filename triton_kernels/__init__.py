@@ -7,6 +7,7 @@ if __name__ != "amp_kernels.triton_kernels":
     )
 
 from .copy_pad import _copy_pad_
+from .int8_conv2d import _int8_conv2d_
 from .int8_dequantize import _dequantize_int8_, _straight_through_int8_
 from .int8_matmul import _int8_linear_, _int8_matmul_
 from .int8_quantize import _quantize_int8_
@@ -18,6 +19,7 @@ from .update import _load_update, _update_table_
 __all__ = [
     "_copy_pad_",
     "_dequantize_int8_",
+    "_int8_conv2d_",
     "_int8_linear_",
     "_int8_matmul_",
     "_load_unscale",

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import triton
-from amp_kernels.triton_kernels import copy_pad, int8_matmul, int8_quantize, int8_tiles, matmul, update
+from amp_kernels.triton_kernels import copy_pad, int8_conv2d, int8_matmul, int8_quantize, int8_tiles, matmul, update
 from amp_kernels.triton_kernels.common import INT8 as CODES_OF_STATES
 from amp_kernels.triton_kernels.common import INT16
 from amp_kernels.triton_kernels.int8_dequantize import _dequantize_kernel, _straight_through_kernel
@@ -198,6 +198,7 @@ INT8_KERNELS = [
     int8_matmul._sums_kernel,
     int8_matmul._matmul_kernel,
     int8_matmul._combine_kernel,
+    int8_conv2d._conv2d_kernel,
 ]
 MATMUL_KERNELS = [
     matmul._matmul_kernel,
@@ -483,6 +484,56 @@ def test_int8_matmul_of_codes(arch: int, zero_points: bool, tmp_path: Path) -> N
 def test_int8_matmul_of_shares(zero_points: bool, tmp_path: Path) -> None:
     tiles = int8_matmul._tiles(torch.int8, 100, 100, True, not zero_points, (9, 0))
     check_matmul(compile_matmul(90, tiles, "int8", tmp_path, zero_points=zero_points, split=True))
+
+
+def compile_conv2d(arch: int, tiles: Tiles, out: str, tmp_path: Path, *, zero_points: bool) -> Compiled:
+    """With zero points, padding has a code of its own."""
+    types = {
+        "x_ptr": "*i8", "weight_ptr": "*i8", "x_scale_ptr": "*fp32", "x_zero_point_ptr": "*i32",
+        "weight_scale_ptr": "*fp32", "weight_sums_ptr": "*i32", "fill_ptr": "*i8", "bias_ptr": "*fp32",
+        "out_ptr": POINTER[out], "out_scale_ptr": "*fp32", "out_zero_point_ptr": "*i32",
+    }  # fmt: skip
+    absent = [] if zero_points else ["x_zero_point_ptr", "weight_sums_ptr", "fill_ptr"]
+    absent += [] if out == "int8" else ["out_scale_ptr", "out_zero_point_ptr"]
+    constants = tiles.constants()
+    options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
+    return Compiled(
+        int8_conv2d._conv2d_kernel, arch, options, tmp_path, types, fp_fusion=False, **constants,
+        **dict.fromkeys(absent), AS_HALF=arch == 75, DTYPE=INT8_CODES[out],
+        VEC={"fp32": 4, "fp16": 8, "bf16": 8, "int8": 16}[out],
+    )  # fmt: skip
+
+
+def check_conv2d(compiled: Compiled) -> None:
+    """All codes are read 16 bytes at a time: those of the weight, of x, and of padding."""
+    check_matmul(compiled)
+    assert not re.search(r"ld\.global[\w.:]*\.[bsu]8\b", compiled.ptx)
+    copies = re.findall(r"cp\.async\.\w+\.shared\.global[\w.:]* \[[^]]*\], \[[^]]*\], (\w+)", compiled.ptx)
+    assert set(copies) == ({"0x10"} if compiled.arch > 75 else set())
+    if compiled.arch == 90:
+        assert set(re.findall(r"LDGSTS[\w.]*\.(\d+)", compiled.sass)) == {"128"}
+
+
+def conv2d_tiles(arch: int) -> list[tuple[Tiles, bool]]:
+    """Every tile size that this architecture uses, with whether x has zero points."""
+    products = ((1, 4096), (4096, 1), (100, 100), (8192, 8192), (100_000, 64))
+    of = int8_conv2d._conv2d_tiles
+    return sorted({(of(*mn, zeros, divmod(arch, 10)), zeros) for mn in products for zeros in (False, True)})
+
+
+convolutions = [(arch, *kind) for arch in (75, 80, 90, 100, 120) for kind in conv2d_tiles(arch)]
+
+
+@pytest.mark.parametrize(("arch", "tiles", "zero_points"), by_arch(convolutions), ids=str)
+def test_int8_conv2d(arch: int, tiles: Tiles, zero_points: bool, tmp_path: Path) -> None:
+    for out in ("fp32", "bf16", "int8"):
+        check_conv2d(compile_conv2d(arch, tiles, out, tmp_path, zero_points=zero_points))
+
+
+def test_int8_conv2d_drives_wgmma(tmp_path: Path) -> None:
+    for n, zero_points in ((256, False), (64, True)):
+        tiles = int8_conv2d._conv2d_tiles(1 << 20, n, zero_points, (9, 0))
+        assert "wgmma.mma_async" in compile_conv2d(90, tiles, "int8", tmp_path, zero_points=zero_points).ptx
 
 
 TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
