@@ -250,8 +250,8 @@ How it is measured:
 - A step in the table `lean` is `optimizer.step()`, without a scaler. amp_kernels stores int8 states, except for tensors
   of 64 elements, whose states are fp32. The peers store states of 8 bits or fp32 states. A contender is wrong if the
   change of its weights differs by more than 5 % from the change in fp64.
-- A contender with a wrong result is not timed; plain products by torch are trusted. Below each table is what was not
-  timed, and why.
+- A contender with a wrong result is not timed; products and convolutions of floats by torch are trusted. Below each
+  table is what was not timed, and why.
 - When the products of the H200 were measured, `linear` also padded products of at most 2^34 multiplications. It no
   longer does. This concerns the row 8192 x 1023 x 1023, where the host takes longer than the device. `products.csv`
   has times on the device, and `kernels.csv` of the H100 has what Nsight Compute says.
