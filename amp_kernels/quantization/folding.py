@@ -24,31 +24,25 @@ from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 from torch.utils._pytree import tree_leaves
 
+from ..nn.conversion import LoadsItsKind
+
 _NORMS = {nn.Conv1d: nn.BatchNorm1d, nn.Conv2d: nn.BatchNorm2d}
 
 
-class FoldedBatchNorm(nn.Identity):
+class FoldedBatchNorm(LoadsItsKind, nn.Identity):
     """The place of a batch norm that was folded. It refuses the checkpoint of a model whose batch norm is not folded.
 
     Without it, `load_state_dict(strict=False)` would load the weight of the convolution, and leave out the statistics.
     """
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _why_not_loaded(self, state_dict: Any, prefix: str, local_metadata: Any) -> list[str]:
         given = f"{prefix}running_mean"
-        if given in state_dict:
-            error_msgs.append(
-                f"load_state_dict: {given} must not be given, since this batch norm was folded into a convolution; "
-                "load the checkpoint of the float model first, then convert the model"
-            )
+        if given not in state_dict:
+            return []
+        return [
+            f"load_state_dict: {given} must not be given, since this batch norm was folded into a convolution; load "
+            "the checkpoint of the float model first, then convert the model"
+        ]
 
 
 class Folded(NamedTuple):
