@@ -106,7 +106,9 @@ def _conv2d_kernel(
     # beyond m read what the last row reads, so that each row has an image.
     line, x = _divided(first, out_width)
     image, y = _divided(line, out_height)
-    lines, x = _divided(x.to(tl.int32) + tl.minimum(tl.arange(0, BM), (m - 1 - first).to(tl.int32)), out_width)
+    lines, x = _divided(
+        x.to(tl.int32) + tl.minimum(tl.arange(0, BM).to(tl.int64), m - 1 - first).to(tl.int32), out_width
+    )
     images, y = _divided(y.to(tl.int32) + lines, out_height)
     images += image
     y = y * stride_y - padding_y

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .conversion import LoadsItsKind, has_hooks
+from .int8 import check_is_not_nested
 
-class MultiheadAttention(nn.Module):
+_KEPT = {"embed_dim", "kdim", "vdim", "num_heads", "head_dim", "dropout", "batch_first", "add_zero_attn"}
+
+
+class MultiheadAttention(LoadsItsKind):
     """`torch.nn.MultiheadAttention` whose projections are layers of their own.
 
     The functions of `amp_kernels.quantization` put it in the place of a `torch.nn.MultiheadAttention`, and turn its
@@ -23,7 +29,8 @@ class MultiheadAttention(nn.Module):
     Attributes:
         in_proj: The layer for queries, keys and values, or None if their sizes differ.
         q_proj, k_proj, v_proj: A layer for each of them if their sizes differ, else None.
-        in_proj_bias: `[3 * embed_dim]` for these three layers, which have no biases of their own, or None.
+        biases: The parameters that belong to none of these layers. If the sizes differ, `in_proj_bias` of `[3 *
+            embed_dim]`. With `add_bias_kv`, `bias_k` and `bias_v`.
         out_proj: The layer for the result.
 
     Examples:
@@ -36,21 +43,42 @@ class MultiheadAttention(nn.Module):
     """
 
     # What torch's transformer layers read before they use their fused kernels.
-    in_proj_weight = None
+    in_proj_weight = in_proj_bias = None
     _qkv_same_embed_dim = False
 
     embed_dim: int
     num_heads: int
     head_dim: int
     dropout: float
-    in_proj_bias: nn.Parameter | None
-    bias_k: nn.Parameter | None
-    bias_v: nn.Parameter | None
+    batch_first: bool
+    add_zero_attn: bool
+    biases: Any
     in_proj: Any
     q_proj: Any
     k_proj: Any
     v_proj: Any
     out_proj: Any
+
+    @staticmethod
+    def can_replace(module: nn.Module) -> bool:
+        """Return whether `from_attention` takes a module, and keeps all that it has.
+
+        Args:
+            module: Any module.
+
+        Returns:
+            True for a `torch.nn.MultiheadAttention` without hooks, and without buffers, layers or attributes that
+                were added to it.
+
+        Examples:
+            >>> amp_kernels.nn.MultiheadAttention.can_replace(torch.nn.MultiheadAttention(16, 2))
+            True
+        """
+        if type(module) is not nn.MultiheadAttention or has_hooks(module) or has_hooks(module.out_proj):
+            return False
+        is_plain = type(module.out_proj) in (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
+        added = vars(module).keys() - vars(nn.Module()).keys() - _KEPT - {"_qkv_same_embed_dim", "bias_k", "bias_v"}
+        return is_plain and not added and not module._buffers and [*module._modules] == ["out_proj"]
 
     @classmethod
     def from_attention(cls, attention: nn.MultiheadAttention) -> MultiheadAttention:
@@ -68,7 +96,7 @@ class MultiheadAttention(nn.Module):
             Linear(in_features=16, out_features=48, bias=True)
         """
         self = cls()
-        for name in ("embed_dim", "kdim", "vdim", "num_heads", "head_dim", "dropout", "batch_first", "add_zero_attn"):
+        for name in _KEPT:
             setattr(self, name, getattr(attention, name))
         packed = attention._qkv_same_embed_dim
         of: Any = attention
@@ -76,9 +104,10 @@ class MultiheadAttention(nn.Module):
         self.in_proj = _linear(attention.in_proj_weight, bias) if packed else None
         for name in ("q_proj", "k_proj", "v_proj"):
             setattr(self, name, None if packed else _linear(getattr(attention, f"{name}_weight"), None))
-        self.register_parameter("in_proj_bias", None if packed else bias)
-        self.register_parameter("bias_k", of.bias_k)
-        self.register_parameter("bias_v", of.bias_v)
+        # In a module of its own, so that the order of all parameters stays that of torch.
+        others = {"in_proj_bias": None if packed else bias, "bias_k": of.bias_k, "bias_v": of.bias_v}
+        given = OrderedDict((name, value) for name, value in others.items() if value is not None)
+        self.biases = nn.ParameterDict(given) if given else {}
         self.out_proj = _linear(attention.out_proj.weight, attention.out_proj.bias)
         return self.train(attention.training)
 
@@ -110,7 +139,8 @@ class MultiheadAttention(nn.Module):
                 averaged, without `B` if `query` has none), or None.
 
         Raises:
-            ValueError: A mask has another shape.
+            TypeError: A mask is of integers.
+            ValueError: A shape does not fit.
             RuntimeError: `is_causal` is given without `attn_mask`.
 
         Examples:
@@ -121,12 +151,16 @@ class MultiheadAttention(nn.Module):
         """
         if is_causal and attn_mask is None:
             raise RuntimeError("MultiheadAttention: attn_mask must be given with is_causal, got None")
+        check_is_not_nested("MultiheadAttention", query)
         is_batched = query.dim() == 3
+        _check_shapes(query, key, value, 1 - self.batch_first if is_batched else None)
         q, k, v = (self._batch_first(x, is_batched) for x in self._projected(query, key, value))
         batch, length, sources = q.shape[0], q.shape[1], k.shape[1]
-        if self.bias_k is not None and self.bias_v is not None:
-            k = torch.cat([k, self.bias_k.expand(batch, 1, -1).to(k.dtype)], 1)
-            v = torch.cat([v, self.bias_v.expand(batch, 1, -1).to(v.dtype)], 1)
+        if "bias_k" in self.biases:
+            k, v = (
+                torch.cat([x, self.biases[name].expand(batch, 1, -1).to(x.dtype)], 1)
+                for x, name in ((k, "bias_k"), (v, "bias_v"))
+            )
         if self.add_zero_attn:
             k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
         causal = is_causal and key_padding_mask is None and not need_weights
@@ -157,10 +191,18 @@ class MultiheadAttention(nn.Module):
             weights = weights if is_batched else weights.squeeze(0)
         else:
             attended = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal)
-        result = self.out_proj(attended.transpose(1, 2).flatten(2))
-        if not is_batched:
-            return result.squeeze(0), weights
-        return result if self.batch_first else result.transpose(0, 1), weights
+        order = (0, 2, 1, 3) if self.batch_first or not is_batched else (2, 0, 1, 3)
+        result = self.out_proj(attended.permute(order).flatten(2))
+        return result if is_batched else result.squeeze(0), weights
+
+    def _why_not_loaded(self, state_dict: Any, prefix: str, local_metadata: Any) -> list[str]:
+        weights = [f"{prefix}{name}_weight" for name in ("in_proj", "q_proj", "k_proj", "v_proj")]
+        return [
+            f"load_state_dict: {name} must not be given, since the projections are layers of their own here; load the "
+            "checkpoint of the float model first, then convert the model"
+            for name in weights
+            if name in state_dict
+        ]
 
     def _batch_first(self, x: Tensor, is_batched: bool) -> Tensor:
         if not is_batched:
@@ -170,12 +212,10 @@ class MultiheadAttention(nn.Module):
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         size = self.embed_dim
         if self.in_proj is None:
-            biases: Any = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+            biases: Any = self.biases["in_proj_bias"].chunk(3) if "in_proj_bias" in self.biases else (None,) * 3
             layers = self.q_proj, self.k_proj, self.v_proj
-            q, k, v = (
-                layer(x) if bias is None else layer(x) + bias
-                for layer, x, bias in zip(layers, (query, key, value), biases, strict=True)
-            )
+            projected = (layer(x) for layer, x in zip(layers, (query, key, value), strict=True))
+            q, k, v = (y if bias is None else y + bias.to(y.dtype) for y, bias in zip(projected, biases, strict=True))
         elif query is key and key is value:
             q, k, v = self.in_proj(query).chunk(3, -1)
         elif key is value:
@@ -201,6 +241,17 @@ def _part(layer: Any, x: Tensor, outputs: slice) -> Tensor:
     return result
 
 
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor, batch: int | None) -> None:
+    """Raise an error unless the three fit together. `batch` is the dimension of the batch, or None if there is none."""
+    ranks = {x.dim() for x in (query, key, value)}
+    fits = ranks == {2 if batch is None else 3} and key.shape[:-1] == value.shape[:-1]
+    if not fits or (batch is not None and query.shape[batch] != key.shape[batch]):
+        raise ValueError(
+            "MultiheadAttention: query, key and value must have 2 or 3 dimensions, one batch size, and key and value "
+            f"one length, got {tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
+        )
+
+
 def _additive(name: str, mask: Tensor | None, dtype: torch.dtype, *shapes: tuple[int, ...]) -> Tensor | None:
     """Return a mask as floats that are added to scores, or raise an error if its shape is none of `shapes`."""
     if mask is None:
@@ -208,6 +259,8 @@ def _additive(name: str, mask: Tensor | None, dtype: torch.dtype, *shapes: tuple
     if tuple(mask.shape) not in shapes:
         expected = " or ".join(map(str, shapes))
         raise ValueError(f"MultiheadAttention: {name} must have shape {expected}, got {tuple(mask.shape)}")
+    if mask.dtype is not torch.bool and not mask.is_floating_point():
+        raise TypeError(f"MultiheadAttention: {name} must be bool or floating point, got {mask.dtype}")
     if mask.dtype is torch.bool:
         return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -torch.inf)
     return mask.to(dtype)

@@ -54,6 +54,12 @@ def by_outputs(layer: Any) -> Tensor:
     return matrix(layer)
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether a module has hooks of torch, or a hook of accelerate, which is a `forward` of the instance."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return "forward" in vars(module) or any(getattr(module, kind) for kind in kinds)
+
+
 # ------------------------------------------------------------------------------------------------------ checkpoints
 # Maps the key of a float layer's weight to that of an int8 layer's codes, and back.
 _OTHER_KIND = {"weight": "weight_codes", "weight_codes": "weight"}

@@ -44,6 +44,7 @@ from ..nn.conversion import (
     LoadsItsKind,
     by_outputs,
     check_model,
+    has_hooks,
     is_conv1d,
     is_transposed,
     kept_weights,
@@ -53,7 +54,6 @@ from ..nn.conversion import (
 from ..nn.int8 import (
     ALL,
     FixedDtypes,
-    Int8ProductLayer,
     Int8Weight,
     check_is_not_nested,
     codes_of_weight,
@@ -229,6 +229,7 @@ def convert_(model: nn.Module) -> nn.Module:
     A ReLU is no longer needed there, because the smallest code stands for 0, and negative numbers are clamped to this
     code. In fp32 the results have the same bits as if the first layer passed floats. Everything else between two
     layers, such as an addition, a concatenation or an average pooling, gets floats, and computes in floating point.
+    Call such an `nn.Sequential` as a whole: layers inside it may return `Int8Tensor`.
 
     This function waits for the device.
 
@@ -272,7 +273,8 @@ def convert_(model: nn.Module) -> nn.Module:
     codes = _SharedCodes()
     new: dict[Any, Any] = {layer: codes.give(layer, layer.convert) for layer in prepared}
     result = _replace_layers("convert_", model, new, None)  # `prepare_` or `prepare_qat_` has warned already
-    _chain(result, {new[layer] for layer in prepared if isinstance(layer, ObservedLinear | _ObservedConv)})
+    observed: list[Any] = [layer for layer in prepared if isinstance(layer, ObservedLinear | _ObservedConv)]
+    _chain(result, {new[layer]: bool(layer.observer.low >= 0) for layer in observed})
     return result
 
 
@@ -685,11 +687,8 @@ def _exchange_layers(
     check_model(op, model)
     # The projections of a `torch.nn.MultiheadAttention` are not layers. A `MultiheadAttention` of this package takes
     # its place, with the same parameters.
-    split: dict[nn.Module, nn.Module] = {
-        module: MultiheadAttention.from_attention(module)
-        for module in model.modules()
-        if type(module) is nn.MultiheadAttention and not (_has_hooks(module) or _has_hooks(module.out_proj))
-    }
+    attentions: list[Any] = [module for module in model.modules() if MultiheadAttention.can_replace(module)]
+    split: dict[nn.Module, nn.Module] = {module: MultiheadAttention.from_attention(module) for module in attentions}
     root = split.get(model, model)
     _exchange(model, split)
     try:
@@ -704,7 +703,7 @@ def _exchange_layers(
     norms = sum(map(is_batch_norm, root.modules()))
     for pair in pairs if in_place else ():
         pair.write()
-    _exchange(root, {pair.norm: FoldedBatchNorm() for pair in pairs})
+    _exchange(root, {pair.norm: FoldedBatchNorm(pair.norm) for pair in pairs})
     if norms:
         LOG.info("folded %d of %d batch norms into convolutions", len(pairs), norms)
     return _replace_layers(op, root, new, spared)
@@ -773,18 +772,12 @@ def _is_known(layer: nn.Module) -> bool:
 
 
 def _check_has_no_hooks(op: str, name: str, layer: nn.Module) -> None:
-    if _has_hooks(layer):
+    if has_hooks(layer):
         raise ValueError(
             f"{op}: {name!r} must have no hooks, and no forward that was assigned to the object (as accelerate does), "
             "since the new layer would lose them; remove them (remove_weight_norm, remove_hook_from_module), or leave "
             "the layer out with filter_fn"
         )
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    """Return whether a module has hooks of torch, or a hook of accelerate, which is a `forward` of the instance."""
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return "forward" in vars(module) or any(getattr(module, kind) for kind in kinds)
 
 
 def _replace_layers(op: str, model: nn.Module, new: Mapping[Any, nn.Module], spared: Iterable[Any] | None) -> nn.Module:
@@ -816,32 +809,36 @@ def _switch_off_fused_kernels(model: nn.Module, new: set[nn.Module]) -> None:
                 parent.use_nested_tensor = False
 
 
-def _chain(model: nn.Module, static: set[Int8ProductLayer]) -> None:
+def _chain(model: nn.Module, static: Mapping[Any, bool]) -> None:
     """Let a static layer return codes if the next layer is static, with only layers between them that can pass codes.
 
-    Each of these layers must be used only once in the model. Layers that do nothing may be used again.
+    Each of these layers must be used only once in the model. Layers that do nothing may be used again. `static` maps
+    each static layer to whether no input of it was negative, as after a ReLU.
     """
     uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     for parent in model.modules():
         if type(parent) is not nn.Sequential:
             continue
-        layers = list(parent)
+        layers: list[Any] = list(parent)
         for i, first in enumerate(layers):
             if first not in static:
                 continue
             end = next((j for j in range(i + 1, len(layers)) if not _passes_codes(layers[j])), len(layers))
-            second = layers[end] if end < len(layers) else None
+            second: Any = layers[end] if end < len(layers) else None
             between = range(i + 1, end)
             alone = [first, second, *(layers[j] for j in between if not isinstance(layers[j], nn.Identity))]
             if second not in static or any(uses[id(layer)] != 1 for layer in alone):
                 continue
             assert second.input_scale is not None and second.input_zero_point is not None
-            if any(type(layers[j]) is nn.ReLU for j in between):
+            has_relu = any(type(layers[j]) is nn.ReLU for j in between)
+            if has_relu and not static[second]:  # the ReLU was not called
+                continue
+            if has_relu:
                 # After a ReLU the range begins at 0, so the zero point is -128 already, with one exception. If all
                 # values were 0, the zero point is 0. It becomes -128 here, so that the smallest code stands for 0.
                 second.input_zero_point = torch.full_like(second.input_zero_point, -128)
             for j in between:
-                parent[j] = _on_codes(layers[j])
+                parent[j] = _on_codes(layers[j]).train(layers[j].training)
             # Copies, because safetensors refuses tensors that share memory.
             first.output_scale = second.input_scale.clone()
             first.output_zero_point = second.input_zero_point.clone()
@@ -851,7 +848,7 @@ def _passes_codes(layer: nn.Module) -> bool:
     """Return whether a layer without a weight computes the same from codes as from the numbers they stand for."""
     if type(layer) is nn.MaxPool2d and layer.return_indices:
         return False
-    return type(layer) in (nn.Identity, FoldedBatchNorm, nn.ReLU, nn.MaxPool2d, nn.Flatten) and not _has_hooks(layer)
+    return type(layer) in (nn.Identity, FoldedBatchNorm, nn.ReLU, nn.MaxPool2d, nn.Flatten) and not has_hooks(layer)
 
 
 def _on_codes(layer: nn.Module) -> nn.Module:

@@ -8,13 +8,16 @@ With running statistics, `norm(conv(x))` is a convolution with other numbers (Ja
 
 Pairs are found by `torch.fx`. It runs `forward` of a copy of the model, without numbers, and writes down which module
 reads the result of which. So a pair is found in an `nn.Sequential`, and in modules that call their layers by name. The
-copy is traced in training mode and in eval mode, and only pairs of both traces are folded. If the model cannot be
+copy is traced in several ways (`_pairs`), and only pairs that all traces have are folded. If the model cannot be
 traced, because its `forward` branches on numbers, nothing is folded.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
+import itertools
+import random
 from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
@@ -24,16 +27,25 @@ from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 from torch.utils._pytree import tree_leaves
 
-from ..nn.conversion import LoadsItsKind
+from ..nn.conversion import LoadsItsKind, has_hooks
 
+_OWN = vars(nn.Module()).keys()  # what every module has
 _NORMS = {nn.Conv1d: nn.BatchNorm1d, nn.Conv2d: nn.BatchNorm2d}
 
 
 class FoldedBatchNorm(LoadsItsKind, nn.Identity):
-    """The place of a batch norm that was folded. It refuses the checkpoint of a model whose batch norm is not folded.
+    """The place of a batch norm that was folded, with its plain attributes.
+
+    It refuses the checkpoint of a model whose batch norm is not folded.
 
     Without it, `load_state_dict(strict=False)` would load the weight of the convolution, and leave out the statistics.
     """
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.num_features, self.eps, self.momentum = norm.num_features, norm.eps, norm.momentum
+        self.affine, self.track_running_stats = norm.affine, norm.track_running_stats
+        self.train(norm.training)
 
     def _why_not_loaded(self, state_dict: Any, prefix: str, local_metadata: Any) -> list[str]:
         given = f"{prefix}running_mean"
@@ -91,17 +103,18 @@ def folded(model: nn.Module, convolutions: Collection[Any], *, in_place: bool) -
             if that is not possible, or if others would see it.
     """
     named = dict(model.named_modules(remove_duplicate=False))
+    if not convolutions or not any(is_batch_norm(module) for module in named.values()):  # a trace runs code of the user
+        return []
     uses = Counter(map(id, named.values()))
-    tensors = [p for module in model.modules() for p in module.parameters(recurse=False)]
-    owners, storages = Counter(map(id, tensors)), Counter(p.untyped_storage().data_ptr() for p in tensors)
+    owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
+    storages = Counter(_storages(model)) if in_place else Counter()
+    hooked = {name for name, module in named.items() if name and has_hooks(module)}
 
     def fits(conv: Any, norm: Any) -> bool:
         if conv not in convolutions or type(norm) is not _NORMS[type(conv)] or norm.running_mean is None:
             return False
         parameters = [*conv.parameters(), *norm.parameters()]
         if norm.num_features != conv.weight.shape[0] or uses[id(conv)] != 1 or uses[id(norm)] != 1:
-            return False
-        if any(vars(norm)[hooks] for hooks in ("_forward_hooks", "_forward_pre_hooks")) or "forward" in vars(norm):
             return False
         if any(owners[id(p)] != 1 for p in parameters):
             return False
@@ -112,11 +125,27 @@ def folded(model: nn.Module, convolutions: Collection[Any], *, in_place: bool) -
             storages[p.untyped_storage().data_ptr()] > 1 or p.is_inference() or 0 in p.stride() for p in parameters
         )
 
-    if not any(is_batch_norm(module) for module in named.values()):  # a trace runs code of the user
-        return []
-    in_training, in_eval = (set(_pairs(model, training)) for training in (True, False))
-    pairs = [(named[first], named[second]) for first, second in sorted(in_training & in_eval)]
-    return [_folded(conv, norm) for conv, norm in pairs if fits(conv, norm)]
+    traces = [
+        set(_pairs(model, training, grad, defaults))
+        for training, grad, defaults in itertools.product((True, False), repeat=3)
+    ]
+    pairs = sorted(set.intersection(*traces))
+    # A hook of the convolution, of the norm or of a module that holds one of them may change or read what is between.
+    free = [pair for pair in pairs if not any(_is_in(name, module) for name in pair for module in hooked)]
+    return [_folded(named[conv], named[norm]) for conv, norm in free if fits(named[conv], named[norm])]
+
+
+def _is_in(name: str, module: str) -> bool:
+    return name == module or name.startswith(f"{module}.")
+
+
+def _storages(model: nn.Module) -> Iterator[int]:
+    """Yield the address of the memory of each parameter and buffer that has memory."""
+    for tensor in itertools.chain(model.parameters(), model.buffers()):
+        try:
+            yield tensor.untyped_storage().data_ptr()
+        except (RuntimeError, ValueError):  # a lazy parameter, or a wrapper without memory
+            continue
 
 
 def _folded(conv: Any, norm: Any) -> Folded:
@@ -127,35 +156,46 @@ def _folded(conv: Any, norm: Any) -> Folded:
 
 
 class _Tracer(torch.fx.Tracer):
+    proxy_buffer_attributes = True  # so that `forward` is seen to read a buffer of a batch norm
+
     def is_leaf_module(self, module: nn.Module, name: str) -> bool:
         is_ours = type(module).__module__.startswith("amp_kernels.")
         return super().is_leaf_module(module, name) or is_ours
 
 
-def _pairs(model: nn.Module, training: bool) -> Iterator[tuple[str, str]]:
+def _pairs(model: nn.Module, training: bool, grad: bool, defaults: bool) -> Iterator[tuple[str, str]]:
     """Yield the names of modules of which the first is called once, and only the second reads its result.
 
     `forward` of the user may write to tensors, to random generators and to modules. So a copy is traced, whose tensors
-    have no memory, and which has no hooks.
+    have no memory, and which has no hooks. A trace sees one branch of each `if`. So the caller traces in both modes,
+    with gradients and without, and with the default values of optional arguments and without (`defaults`).
     """
-    memo: dict[int, Any] = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()}
-    memo |= {id(buffer): buffer.to("meta") for buffer in model.buffers()}
+    state = random.getstate()
     try:
-        with torch.random.fork_rng(devices=[]):
+        memo: dict[int, Any] = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()}
+        memo |= {id(buffer): buffer.to("meta") for buffer in model.buffers()}
+        with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(grad):
             traced = copy.deepcopy(model, memo).train(training)
             for module in traced.modules():
                 module._forward_hooks.clear()
                 module._forward_pre_hooks.clear()
-            graph = _Tracer().trace(traced)
+            optional = {
+                name: parameter.default
+                for name, parameter in inspect.signature(traced.forward).parameters.items()
+                if parameter.default is not parameter.empty
+            }
+            graph = _Tracer().trace(traced, optional if defaults and optional else None)
     except Exception:  # whatever the code of the user raises if it gets no numbers
         return
+    finally:
+        random.setstate(state)
     calls = Counter(str(node.target) for node in graph.nodes if node.op == "call_module")
     # `forward` may read parameters of a module itself, and may store results in a module.
     read = [str(node.target) for node in graph.nodes if node.op == "get_attr"]
     stored = {
         leaf.node
         for module in traced.modules()
-        for leaf in tree_leaves({key: value for key, value in vars(module).items() if not key.startswith("_")})
+        for leaf in tree_leaves({key: value for key, value in vars(module).items() if key not in _OWN})
         if isinstance(leaf, torch.fx.Proxy)
     }
     for node in graph.nodes:

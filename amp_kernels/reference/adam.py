@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._update import assign, gradient, parameters
+from ._update import assign, gradient, parameters, root
 
 
 def adam_(
@@ -54,7 +54,7 @@ def adam_(
         if max_exp_avg_sqs:
             largest = torch.maximum(max_exp_avg_sqs[i], exp_avg_sq)
             assign(max_exp_avg_sqs[i], largest, found_inf)
-        step = exp_avg / ((largest / corrections[1]).sqrt() + eps)
+        step = exp_avg / (root(largest / corrections[1]) + eps)
         value = fp32 if decoupled_decay == 0 else fp32 - rate * decoupled_decay * fp32
         assign(exp_avgs[i], exp_avg, found_inf)
         assign(exp_avg_sqs[i], exp_avg_sq, found_inf)

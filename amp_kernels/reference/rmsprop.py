@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ._update import assign, gradient, parameters
+from ._update import assign, gradient, parameters, root
 
 
 def rmsprop_(
@@ -51,7 +51,7 @@ def rmsprop_(
             # which is NaN. Here a negative variance is replaced by 0.
             variance = (square_avg - grad_avg * grad_avg).clamp(min=0)
             assign(grad_avgs[i], grad_avg, found_inf)
-        step = g / (variance.sqrt() + eps)
+        step = g / (root(variance) + eps)
         if momentum_buffers and momentum != 0:
             step = momentum * momentum_buffers[i] + step
             assign(momentum_buffers[i], step, found_inf)

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ._update import root
 from .int8 import philox
 
 GROUP = 128
@@ -76,10 +77,10 @@ def encode(x: Tensor, code: Code, bits: Tensor | int = NEAREST) -> tuple[Tensor,
     scale = torch.where(is_zero, 0.0, magnitude.clamp(min=LEAST_SCALE))
     # A tensor is divided, because torch turns a division by a number into a product on a GPU.
     inverse = torch.where(scale > 0, torch.ones_like(scale) / scale, 0.0)
-    root = torch.where(is_finite, groups.abs() * inverse, 0.0)
+    fraction = torch.where(is_finite, groups.abs() * inverse, 0.0)
     for _ in range(code.roots):
-        root = root.sqrt()
-    steps = (root * code.factor).to(torch.int32)
+        fraction = root(fraction)
+    steps = (fraction * code.factor).to(torch.int32)
     codes = ((steps + (_in_groups(bits) if isinstance(bits, Tensor) else bits)) >> 16).clamp(max=code.levels)
     if code.dtype is torch.uint8:
         codes = torch.where((scale > 0) & is_finite, codes.clamp(min=1), 0)

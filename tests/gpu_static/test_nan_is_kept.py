@@ -26,6 +26,10 @@ ALLOWED = {
         "tl.minimum(tl.maximum(tl.where(inverse == 0.0, zero_point, codes), lowest), 127)": CODES,
         "tl.maximum(tl.where(inverse == 0.0, zero_point, codes), lowest)": CODES,
     },
+    "int8_conv2d": {
+        "tl.minimum(tl.arange(0, BM).to(tl.int64), m - 1 - first)": OFFSETS,
+        "tl.minimum(tap_y, taps_y - 1)": OFFSETS,
+    },
     "int8_matmul": {
         "tl.minimum(first + tiles_of_split, tl.cdiv(k, BK).to(tl.int32))": OFFSETS,
         "tl.minimum(k, last.to(tl.int64) * BK)": OFFSETS,

@@ -227,11 +227,69 @@ def test_compiled(mode):
     torch.testing.assert_close(found, int8(*arguments, need_weights=False)[0], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("options", [{}, {"kdim": 10, "vdim": 15, "add_bias_kv": True}], ids=str)
+def test_16_bits_and_autocast(options, dtype):
+    theirs, arguments = attention(**options), inputs("three", options)
+    ours = MultiheadAttention.from_attention(theirs)
+    with torch.autocast("cpu", dtype):
+        found, expected = ours(*arguments), theirs(*arguments)
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a.float(), b.float(), rtol=0.05, atol=0.03)
+    half = copy.deepcopy(theirs).to(dtype)
+    arguments = [x.to(dtype) for x in arguments]
+    found, expected = MultiheadAttention.from_attention(half)(*arguments), half(*arguments)
+    assert all(a.dtype == b.dtype == dtype for a, b in zip(found, expected, strict=True))
+    int8 = quantize_(half, "dynamic")(*arguments)
+    assert all(a.dtype == dtype for a in int8)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_results_can_be_viewed(name):
+    ours, arguments = MultiheadAttention.from_attention(attention(**OPTIONS[name])), inputs("self", OPTIONS[name])
+    assert all(ours(*arguments, need_weights=need)[0].is_contiguous() for need in (True, False))
+
+
+@pytest.mark.parametrize("options", [{}, {"add_bias_kv": True}, {"kdim": 10, "vdim": 15, "add_bias_kv": True}], ids=str)
+def test_parameters_keep_their_order(options):
+    theirs = attention(**options)
+    ours = MultiheadAttention.from_attention(theirs)
+    assert all(a is b for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+
+
+def test_a_module_with_additions_stays_torch_s():
+    named, buffered, spectral = attention(), attention(), attention()
+    named.layer_id = 3
+    buffered.register_buffer("seen", torch.zeros(3))
+    torch.nn.utils.parametrizations.spectral_norm(spectral.out_proj)
+    model = nn.ModuleList([named, buffered, spectral, nn.Linear(4, 4)])
+    before = list(model)[:3]
+    assert list(quantize_(model))[:3] == before
+
+
+def test_a_float_checkpoint_is_refused():
+    checkpoint = attention().state_dict()
+    for model in (prepare_qat_(attention()), quantize_(attention())):
+        with pytest.raises(RuntimeError, match="in_proj_weight must not be given, since the projections are layers"):
+            model.load_state_dict(checkpoint, strict=False)
+
+
+def test_other_shapes_are_refused():
+    ours = MultiheadAttention.from_attention(attention())
+    x, y = randn(LENGTH, BATCH, SIZE), randn(LENGTH, 1, SIZE)
+    for arguments in ((x, y, y), (y, x, x), (x, x, y), (x, x[:3], x), (x, x[0], x[0])):
+        with pytest.raises(ValueError, match="query, key and value must have 2 or 3 dimensions"):
+            ours(*arguments)
+
+
 def test_masks_of_other_shapes_are_refused():
     ours, x = MultiheadAttention.from_attention(attention()), randn(LENGTH, BATCH, SIZE)
     with pytest.raises(ValueError, match=r"attn_mask must have shape \(5, 5\) or \(12, 5, 5\), got \(5, 4\)"):
         ours(x, x, x, attn_mask=torch.zeros(5, 4))
     with pytest.raises(ValueError, match=r"key_padding_mask must have shape \(3, 5\), got \(5, 3\)"):
         ours(x, x, x, key_padding_mask=torch.zeros(5, 3))
+    with pytest.raises(TypeError, match=r"attn_mask must be bool or floating point, got torch\.uint8"):
+        ours(x, x, x, attn_mask=torch.ones(5, 5).triu(1).to(torch.uint8))
     with pytest.raises(RuntimeError, match="attn_mask must be given with is_causal"):
         ours(x, x, x, is_causal=True)

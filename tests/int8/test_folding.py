@@ -1,6 +1,7 @@
 """Batch norms that become part of int8 convolutions, and the layers through which codes pass."""
 
 import copy
+import random
 
 import pytest
 import torch
@@ -89,7 +90,7 @@ class Keeps(nn.Module):
         self.seen = []
 
     def forward(self, x):
-        self.steps.add_(1)
+        self.steps.add_(1 + 0 * int(random.random()))
         self.register_buffer("shape", torch.tensor([1.0]) + torch.rand(1), persistent=False)
         y = self.conv(x)
         self.seen.append(y)
@@ -120,6 +121,44 @@ class ReadsTheWeight(nn.Module):
         return self.norm(self.conv(x)) + nn.functional.conv2d(x, self.conv.weight)
 
 
+class Optional(nn.Module):
+    """What the convolution returns is the result if an argument is absent."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+
+    def forward(self, x, skip=None):
+        y = self.conv(x)
+        return y if skip is None else self.norm(y) + skip
+
+
+class WithoutGradients(Optional):
+    def forward(self, x):
+        y = self.conv(x)
+        return y + self.norm(y) if torch.is_grad_enabled() else self.norm(y)
+
+
+class KeepsPrivately(Optional):
+    def forward(self, x):
+        self._kept = self.conv(x)
+        return self.norm(self._kept)
+
+
+class ReadsStatistics(Optional):
+    def forward(self, x):
+        return self.norm(self.conv(x)) * self.norm.running_mean.view(-1, 1, 1)
+
+
+def hooked(*layers):
+    """A module around a layer has a hook that changes what the layer returns or gets."""
+    model = nn.Sequential(*layers)
+    for module in model:
+        if isinstance(module, nn.Sequential):
+            module.register_forward_hook(lambda module, given, result: result.abs() + 1)
+    return model
+
+
 class InTraining(nn.Module):
     """What the convolution returns is a result in training mode."""
 
@@ -144,6 +183,12 @@ MODELS = {  # the model, the channels of its input, and how many of its batch no
     "features": (Features, 3, 0),
     "weight read": (ReadsTheWeight, 3, 0),
     "result in training": (InTraining, 3, 0),
+    "optional": (Optional, 3, 0),
+    "without gradients": (WithoutGradients, 3, 0),
+    "kept privately": (KeepsPrivately, 3, 0),
+    "statistics read": (ReadsStatistics, 3, 0),
+    "hook around the convolution": (lambda: hooked(nn.Sequential(nn.Conv2d(3, 8, 3)), nn.BatchNorm2d(8)), 3, 0),
+    "hook around the norm": (lambda: hooked(nn.Conv2d(3, 8, 3), nn.Sequential(nn.BatchNorm2d(8))), 3, 0),
     "used twice": (Twice, 3, 0),
     "grouped": (lambda: nn.Sequential(nn.Conv2d(4, 4, 1), nn.Conv2d(4, 8, 3, groups=4), nn.BatchNorm2d(8)), 4, 0),
     "before": (lambda: nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 8, 3)), 3, 0),
@@ -179,11 +224,11 @@ def test_a_trace_changes_nothing():
     model.register_forward_hook(lambda *_: log.append(1))
     x = randn(1, 3, 9, 9)
     model(x)
-    seen, shape, random = list(model.seen), model.shape, torch.get_rng_state()
+    seen, shape, state, other = list(model.seen), model.shape, torch.get_rng_state(), random.getstate()
     quantize_(model)
     assert float(model.steps) == 1 and model.shape is shape and log == [1]
     assert len(model.seen) == len(seen) and model.seen[0] is seen[0]
-    assert torch.equal(torch.get_rng_state(), random)
+    assert torch.equal(torch.get_rng_state(), state) and random.getstate() == other
 
 
 @pytest.mark.parametrize("convert", [quantize_, prepare_])
@@ -271,6 +316,44 @@ def test_training_for_int8_keeps_the_parameters_of_an_optimizer(mode):
     assert all(not torch.equal(a, b) for a, b in zip(before, now, strict=True))
     expected = model.eval()(x)
     assert torch.equal(convert_(model)(x), expected)
+
+
+def test_a_folded_norm_keeps_its_plain_attributes():
+    model = quantize_(trained(in_sequence()))
+    assert (model[1].num_features, model[1].eps, model[1].training) == (8, 1e-5, False)
+
+
+def test_models_without_batch_norms_are_not_traced():
+    """Lazy parameters have no memory, and a trace of this forward would fail."""
+    model = quantize_(nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(3)))
+    assert type(model[0]) is not nn.Linear
+    lazy = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.LazyLinear(3))
+    for convert in (quantize_, prepare_qat_):
+        assert type(convert(copy.deepcopy(lazy))[0]) is not nn.Conv2d
+
+
+def test_a_buffer_that_shares_memory_keeps_its_values():
+    model = trained(in_sequence())
+    model.register_buffer("average", model[0].weight.detach())
+    before = model.average.clone()
+    prepare_qat_(model)
+    assert torch.equal(model.average, before) and norms(model) == 1
+
+
+def test_a_relu_that_nobody_calls():
+    class Skips(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = between(nn.ReLU())
+
+        def forward(self, x):
+            return self.layers[2](self.layers[0](x))
+
+    torch.manual_seed(0)
+    model, x = Skips().eval(), randn(2, 3, 12, 12)
+    before = model(x)
+    prepare_(model)(x)
+    assert (convert_(model)(x) - before).abs().max() <= 0.05 * before.abs().max()
 
 
 def test_a_checkpoint_loads_into_a_new_model():
