@@ -72,7 +72,7 @@ def assign(target: Tensor, value: Tensor, found_inf: Tensor | None) -> None:
 def root(x: Tensor) -> Tensor:
     """Return the square root of an fp32 tensor, rounded correctly.
 
-    On an AMD EPYC the fp32 square root of torch 2.13, which is that of MKL, is wrong by one in the last place for a
-    fifth of all numbers.
+    torch takes fp32 square roots from MKL. On an AMD EPYC they are wrong by one in the last place for a fifth of all
+    numbers (torch 2.13).
     """
     return x.double().sqrt().float()
