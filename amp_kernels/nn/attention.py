@@ -16,6 +16,18 @@ from .int8 import check_is_not_nested
 _KEPT = {"embed_dim", "kdim", "vdim", "num_heads", "head_dim", "dropout", "batch_first", "add_zero_attn"}
 
 
+def can_replace(module: nn.Module) -> bool:
+    """Return whether a `MultiheadAttention` of this package can take the place of a module, and keep all that it has.
+
+    It can for a `torch.nn.MultiheadAttention` without hooks, and without buffers, layers or attributes that were added.
+    """
+    if type(module) is not nn.MultiheadAttention or has_hooks(module) or has_hooks(module.out_proj):
+        return False
+    is_plain = type(module.out_proj) in (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
+    added = vars(module).keys() - vars(nn.Module()).keys() - _KEPT - {"_qkv_same_embed_dim", "bias_k", "bias_v"}
+    return is_plain and not added and not module._buffers and [*module._modules] == ["out_proj"]
+
+
 class MultiheadAttention(LoadsItsKind):
     """`torch.nn.MultiheadAttention` whose projections are layers of their own.
 
@@ -58,27 +70,6 @@ class MultiheadAttention(LoadsItsKind):
     k_proj: Any
     v_proj: Any
     out_proj: Any
-
-    @staticmethod
-    def can_replace(module: nn.Module) -> bool:
-        """Return whether `from_attention` takes a module, and keeps all that it has.
-
-        Args:
-            module: Any module.
-
-        Returns:
-            True for a `torch.nn.MultiheadAttention` without hooks, and without buffers, layers or attributes that
-                were added to it.
-
-        Examples:
-            >>> amp_kernels.nn.MultiheadAttention.can_replace(torch.nn.MultiheadAttention(16, 2))
-            True
-        """
-        if type(module) is not nn.MultiheadAttention or has_hooks(module) or has_hooks(module.out_proj):
-            return False
-        is_plain = type(module.out_proj) in (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
-        added = vars(module).keys() - vars(nn.Module()).keys() - _KEPT - {"_qkv_same_embed_dim", "bias_k", "bias_v"}
-        return is_plain and not added and not module._buffers and [*module._modules] == ["out_proj"]
 
     @classmethod
     def from_attention(cls, attention: nn.MultiheadAttention) -> MultiheadAttention:

@@ -39,6 +39,7 @@ from torch import Tensor, nn
 from .. import torch_private
 from ..functional import Int8Tensor, fake_quantize_int8, quantize_int8
 from ..nn import Int8Conv1d, Int8Conv2d, Int8Embedding, Int8Linear, Linear, MultiheadAttention
+from ..nn.attention import can_replace
 from ..nn.conversion import (
     LOG,
     LoadsItsKind,
@@ -687,7 +688,7 @@ def _exchange_layers(
     check_model(op, model)
     # The projections of a `torch.nn.MultiheadAttention` are not layers. A `MultiheadAttention` of this package takes
     # its place, with the same parameters.
-    attentions: list[Any] = [module for module in model.modules() if MultiheadAttention.can_replace(module)]
+    attentions: list[Any] = [module for module in model.modules() if can_replace(module)]
     split: dict[nn.Module, nn.Module] = {module: MultiheadAttention.from_attention(module) for module in attentions}
     root = split.get(model, model)
     _exchange(model, split)
