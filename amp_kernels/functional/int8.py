@@ -414,8 +414,8 @@ def int8_conv2d(
     Raises:
         TypeError: A dtype does not fit, or an operand is not an `Int8Tensor`.
         ValueError: A shape does not fit, an operand is quantized in blocks, the weight has a zero point, the kernel is
-            larger than the padded image, or the weight has more than 131071 elements for each output channel. Beyond
-            that, int32 sums could overflow.
+            larger than the padded image, or `x` has 2^32 pixels or more. Or the weight has more than 131071 elements
+            for each output channel. Beyond that, int32 sums could overflow.
 
     Examples:
         >>> image = torch.tensor([[1.0, 2.0, 127.0]]).view(1, 1, 3, 1)

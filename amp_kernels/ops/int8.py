@@ -543,6 +543,11 @@ def _check_side(name: str, codes: Tensor, scale: Tensor, zero_point: Tensor | No
             f"{op}: {name} must be quantized as a whole or per {what} ({codes.shape[1 - inner]} scales), "
             f"got {scale.numel()} scales"
         )
+    _check_zero_points(op, name, codes, scale, zero_point)
+
+
+def _check_zero_points(op: str, name: str, codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> None:
+    """Raise unless there are as many zero points as scales, or none."""
     if zero_point is not None:
         _check_parameter(op, f"{name}.zero_point", zero_point, torch.int32, name, codes)
         if zero_point.numel() != scale.numel():
@@ -604,12 +609,7 @@ def _check_scale_of_first(
             f"{op}: {name} must be quantized as a whole or per {what} (dim=(1, 2, 3), scales of shape "
             f"{(codes.shape[0], 1, 1, 1)}), got scales of shape {tuple(scale.shape)}"
         )
-    if zero_point is not None:
-        _check_parameter(op, f"{name}.zero_point", zero_point, torch.int32, name, codes)
-        if zero_point.numel() != scale.numel():
-            raise ValueError(
-                f"{op}: {name} must have as many zero points as scales ({scale.numel()}), got {zero_point.numel()}"
-            )
+    _check_zero_points(op, name, codes, scale, zero_point)
 
 
 def _check_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:

@@ -100,8 +100,8 @@ def quantize_(
     `quantize_int8`.
 
     A batch norm that follows a convolution is folded into it first, with its running statistics, and becomes an
-    identity. Such pairs are found by traces of the model with `torch.fx`, one in training mode and one in eval mode.
-    While they run, no other thread may call modules. If the model cannot be traced, its batch norms stay. The log says
+    identity. Such pairs are found by traces of the model with `torch.fx`, in training mode and in eval mode. While they
+    run, no other thread may call modules. If the model cannot be traced, its batch norms stay. The log says
     how many batch norms were folded.
 
     In eval mode without gradients, an `nn.TransformerEncoder` with float layers may return zeros at padded positions.

@@ -400,6 +400,7 @@ Tensor int8_conv2d(Tensor x, Tensor weight, Tensor x_scale, MaybeTensor x_zero_p
   require(x.dim() == 4 && weight.dim() == 4 && x.size(3) == weight.size(3) && is_float(out_dtype));
   const int64_t n = weight.size(0), terms = weight.size(1) * weight.size(2) * weight.size(3);
   require(terms > 0 && terms <= kMaxTerms);
+  require(x.size(0) * std::max<int64_t>(x.size(1), 1) * std::max<int64_t>(x.size(2), 1) < 1LL << 32);
   Window window = window_of(x, weight, stride, padding, dilation);
   Side rows(x_scale, x_zero_point, x.size(0), images), columns(weight_scale, std::nullopt, n, images);
   require_of_first(x_scale), require_of_first(weight_scale);

@@ -1,4 +1,4 @@
-"""Attention with projections of its own against torch's, and with int8 projections."""
+"""MultiheadAttention with float projections against torch's module, and with int8 projections."""
 
 import copy
 import io

@@ -81,7 +81,7 @@ class Twice(nn.Module):
 
 
 class Keeps(nn.Module):
-    """What the convolution returns is stored, and a counter is raised, during `forward`."""
+    """`forward` stores the result of the convolution, and raises a counter."""
 
     def __init__(self):
         super().__init__()
@@ -122,7 +122,7 @@ class ReadsTheWeight(nn.Module):
 
 
 class Optional(nn.Module):
-    """What the convolution returns is the result if an argument is absent."""
+    """`forward` returns the result of the convolution if an argument is absent."""
 
     def __init__(self):
         super().__init__()
@@ -160,7 +160,7 @@ def hooked(*layers):
 
 
 class InTraining(nn.Module):
-    """What the convolution returns is a result in training mode."""
+    """`forward` also returns the result of the convolution in training mode."""
 
     def __init__(self):
         super().__init__()

@@ -1103,6 +1103,14 @@ TWO = torch.ones(2)
             ValueError,
             r"x must be at least as large as the dilated kernel after padding, got \(4, 5\) pixels for a kernel of",
         ),
+        (
+            lambda: amp_kernels.int8_conv2d(
+                Int8Tensor(torch.zeros(1, dtype=torch.int8).expand(1, 2**16, 2**16, 1), torch.ones(1)),
+                _images(torch.ones(1, 1, 1, 1)),
+            ),
+            ValueError,
+            r"x must have fewer than 2\^32 pixels, got \(1, 65536, 65536\); give fewer images at a time",
+        ),
         (lambda: amp_kernels.int8_conv2d(IMAGES, IMAGES, bias=TWO[:1]), ValueError, r"bias must have shape \(2,\)"),
         (
             lambda: amp_kernels.int8_conv2d(IMAGES, IMAGES, out_zero_point=torch.zeros(1, dtype=torch.int32)),

@@ -33,7 +33,7 @@ def left(model):
 
 
 def batch_norms(model):
-    """With statistics that are not those of a new layer."""
+    """Return the model in eval mode, with random statistics in its batch norms."""
     torch.manual_seed(0)
     for norm in model.modules():
         if isinstance(norm, nn.BatchNorm2d):

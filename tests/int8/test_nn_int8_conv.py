@@ -146,7 +146,7 @@ def test_gradients_are_those_of_the_quantized_convolution(mode, name, device):
 
 
 def test_second_derivatives_and_transforms(device):
-    """As those of torch's convolution of fake-quantized values."""
+    """The truth is torch's convolution of fake-quantized values."""
     original, x = convolution("3x3", device=device)
     layer = int8_layer("dynamic", original)
     weight, bias = layer.weight.clone(), layer.bias.detach()
