@@ -28,7 +28,7 @@ import torch
 
 import amp_kernels
 from amp_kernels import testing
-from amp_kernels.optim import FusedAdamW, FusedRMSprop, FusedSGD
+from amp_kernels.optim import FusedAdamW, FusedRMSprop, FusedSGD, ema_
 from amp_kernels.testing.common import lost_context
 from amp_kernels.testing.updates import UPDATES
 
@@ -321,6 +321,11 @@ def kernels(args: argparse.Namespace) -> int:
     wide, few = make(2 * side, side), make(8, side)
     q, w = (amp_kernels.quantize_int8(t, dim=-1) for t in (x, weight))
     few_q = amp_kernels.quantize_int8(few, dim=-1)
+    averaged = torch.nn.Parameter(make(elements))
+    average, owner = averaged.detach().float(), FusedSGD([averaged], lr=0.1)
+    owner.init_state()
+    taps = amp_kernels.quantize_int8(make(64, 3, 3, 64), dim=(1, 2, 3))
+    images = amp_kernels.quantize_int8(make(2 if small else 128, 56, 56, 64))
     odd_x, odd_weight, odd_bias = (t.requires_grad_() for t in (make(side, odd), make(odd, odd), make(odd)))
     work: dict[str, Callable[[], object]] = {
         "grad_norm": lambda: amp_kernels.grad_norm(grads, **scalars),
@@ -330,12 +335,21 @@ def kernels(args: argparse.Namespace) -> int:
             for name in UPDATES
             for example in ("plain", "full")
         },
+        **{
+            f"{name}, {str(dtype).removeprefix('torch.')} states": partial(
+                step, UPDATES[name].optimizer, state_dtype=dtype, **UPDATES[name].examples[example]
+            )
+            for name, example in (("sgd", "momentum"), ("rmsprop", "plain"), ("adam", "plain"))
+            for dtype in (torch.int8, torch.bfloat16)
+        },
+        "ema_": lambda: ema_([average], owner, 0.999),
         "quantize rows": lambda: amp_kernels.quantize_int8(wide, dim=-1),
         "quantize columns": lambda: amp_kernels.quantize_int8(wide, dim=0),
         "quantize tensor": lambda: amp_kernels.quantize_int8(wide),
         "dequantize rows": lambda: amp_kernels.dequantize_int8(q, torch.float16),
         "int8_matmul": lambda: amp_kernels.int8_matmul(q, w.t()),
         "int8_matmul, few rows": lambda: amp_kernels.int8_matmul(few_q, w.t()),
+        "int8_conv2d": lambda: amp_kernels.int8_conv2d(images, taps, padding=1),
         "int8_linear": lambda: torch.ops.amp_kernels.int8_linear(x, w.values, w.scale, None),
         "matmul": lambda: amp_kernels.linear(x, weight, bias),
         "matmul, few rows": lambda: amp_kernels.linear(few, weight, bias),
