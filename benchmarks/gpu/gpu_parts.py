@@ -99,7 +99,7 @@ class LeanSteps:
     def change(self, device: str) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)
         weight, *grads = (torch.randn(self.numel, generator=generator, dtype=torch.bfloat16) for _ in range(3))
-        parameter = torch.nn.Parameter(weight.to(device))
+        parameter = torch.nn.Parameter(weight.to(device, copy=True))  # on a CPU it would be `weight`, which must stay
         optimizer = self.family([parameter], lr=0.01, state_dtype=self.state_dtype, **self.options)
         for grad in grads:
             parameter.grad = grad.to(device)

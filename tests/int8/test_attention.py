@@ -117,10 +117,10 @@ def test_dropout_of_weights():
 @pytest.mark.parametrize("kind", ["self", "cross", "three", "alone"])
 @pytest.mark.parametrize("options", [{}, {"kdim": 10, "vdim": 15}, {"add_bias_kv": True, "bias": False}], ids=str)
 @pytest.mark.parametrize("mode", MODES)
-def test_int8_projections(mode, options, kind, backend):
+def test_int8_projections(mode, options, kind, device):
     if "kdim" in options and kind in ("self", "cross"):
         pytest.skip("these have other sizes")
-    model, arguments = attention(**options), inputs(kind, options)
+    model, arguments = attention(**options).to(device), [x.to(device) for x in inputs(kind, options)]
     expected = model(*arguments)
     int8 = converted(copy.deepcopy(model), mode, lambda prepared: prepared(*arguments))
     assert type(int8) is MultiheadAttention
@@ -259,13 +259,21 @@ def test_parameters_keep_their_order(options):
 
 
 def test_a_module_with_additions_stays_torch_s():
-    named, buffered, spectral = attention(), attention(), attention()
+    named, gated, buffered, spectral = attention(), attention(), attention(), attention()
     named.layer_id = 3
+    gated.gate = nn.Parameter(torch.zeros(3))
     buffered.register_buffer("seen", torch.zeros(3))
     torch.nn.utils.parametrizations.spectral_norm(spectral.out_proj)
-    model = nn.ModuleList([named, buffered, spectral, nn.Linear(4, 4)])
-    before = list(model)[:3]
-    assert list(quantize_(model))[:3] == before
+    model = nn.ModuleList([named, gated, buffered, spectral, nn.Linear(4, 4)])
+    before = list(model)[:4]
+    assert list(quantize_(model))[:4] == before
+
+
+def test_the_mark_of_transformers_is_no_addition():
+    theirs = attention()
+    theirs._is_hf_initialized = True
+    assert type(quantize_(theirs)) is MultiheadAttention
+    assert MultiheadAttention.from_attention(theirs)._is_hf_initialized
 
 
 def test_a_float_checkpoint_is_refused():

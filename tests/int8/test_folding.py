@@ -159,6 +159,22 @@ def hooked(*layers):
     return model
 
 
+class InLists(nn.Module):
+    """`forward` calls the convolutions from a list, in which they are not children."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps = [(1, {"conv": nn.Conv2d(3, 8, 3)}), (2, {"conv": nn.Conv2d(8, 4, 1)})]
+        self.norms = nn.ModuleList([nn.BatchNorm2d(8), nn.BatchNorm2d(4)])
+        for i, step in self.steps:
+            self.add_module(f"conv{i}", step["conv"])
+
+    def forward(self, x):
+        for (i, step), norm in zip(self.steps, self.norms, strict=True):
+            x = norm(step["conv"](x)) * i
+        return x
+
+
 class InTraining(nn.Module):
     """`forward` also returns the result of the convolution in training mode."""
 
@@ -190,6 +206,7 @@ MODELS = {  # the model, the channels of its input, and how many of its batch no
     "hook around the convolution": (lambda: hooked(nn.Sequential(nn.Conv2d(3, 8, 3)), nn.BatchNorm2d(8)), 3, 0),
     "hook around the norm": (lambda: hooked(nn.Conv2d(3, 8, 3), nn.Sequential(nn.BatchNorm2d(8))), 3, 0),
     "used twice": (Twice, 3, 0),
+    "in lists": (InLists, 3, 2),
     "grouped": (lambda: nn.Sequential(nn.Conv2d(4, 4, 1), nn.Conv2d(4, 8, 3, groups=4), nn.BatchNorm2d(8)), 4, 0),
     "before": (lambda: nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 8, 3)), 3, 0),
 }

@@ -588,10 +588,8 @@ def test_results_by_a_scale_without_inverse(backend: str, device: torch.device, 
 @pytest.mark.parametrize("zero_point", [-2_000_000_000, -40_000, -600, -385, 300, 600, 32_768, 65_536])
 def test_results_by_a_zero_point_that_is_no_code(backend: str, device: torch.device, zero_point: int) -> None:
     """The results of 9 rows of 33 are encoded in whole blocks and in parts of one."""
-    a, b = (
-        amp_kernels.quantize_int8(testing.randn(9, 40), dim=-1),
-        amp_kernels.quantize_int8(testing.randn(40, 33), dim=0),
-    )
+    a = amp_kernels.quantize_int8(testing.randn(9, 40).to(device), dim=-1).to("cpu")
+    b = amp_kernels.quantize_int8(testing.randn(40, 33).to(device), dim=0).to("cpu")
     a.scale[0], a.scale[1] = math.nan, math.inf
     given = torch.tensor([0.02]), torch.tensor([zero_point], dtype=torch.int32)
     floats = reference.int8_matmul(a.values, b.values, a.scale, None, b.scale, None)
@@ -712,7 +710,8 @@ def test_linear_of_operands_with_gaps(backend: str, device: torch.device, apart:
     arguments = [x, weight, scale, bias]
     expected = ops.int8_linear(*arguments)
     arguments[apart] = torch.stack([arguments[apart], torch.full_like(arguments[apart], 99)], -1)[..., 0]
-    assert torch.equal(ops.int8_linear(*arguments), expected)
+    is_by_torch = device.type == "cuda" and dtype == torch.float32  # cuBLAS adds in another order for other strides
+    torch.testing.assert_close(ops.int8_linear(*arguments), expected, rtol=1e-5 * is_by_torch, atol=1e-4 * is_by_torch)
 
 
 def test_modes_see_the_operators() -> None:

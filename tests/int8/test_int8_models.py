@@ -14,6 +14,7 @@ from amp_kernels.quantization import convert_, prepare_, prepare_qat_, quantize_
 from amp_kernels.testing import randn
 
 pytest.importorskip("sklearn")  # the networks of the experiments import it
+pytest.importorskip("amp_kernels.benchmarks.experiments", reason="a wheel has no experiments")
 from amp_kernels.benchmarks.experiments.images import cnn
 from amp_kernels.benchmarks.experiments.networks import UNet
 

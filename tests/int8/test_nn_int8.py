@@ -103,7 +103,10 @@ def test_strides_of_the_input(device):
     for mode in MODES:
         layer = int8_layer(mode, linear(device=device))
         for view in (x.permute(1, 2, 0), x[:, :, ::2].permute(2, 1, 0), x[:, :1].permute(1, 2, 0).expand(3, -1, -1)):
-            assert torch.equal(layer(view), layer(view.contiguous()))
+            # torch multiplies fp32 inputs on a GPU, and cuBLAS adds in another order for other strides.
+            is_by_torch = mode == "weight_only" and device.type == "cuda"
+            tolerance = 1e-5 * is_by_torch
+            torch.testing.assert_close(layer(view), layer(view.contiguous()), rtol=tolerance, atol=tolerance)
 
 
 def test_no_inputs_give_the_bias(device):

@@ -63,6 +63,13 @@ def convolved(layer, original, x, weight, bias):
     return convolve(x, weight, bias, original.stride, original.padding, original.dilation)
 
 
+@pytest.fixture(autouse=True)
+def convolutions_in_fp32():
+    """On a GPU torch's fp32 convolutions have 10 bits of each factor by default (TF32)."""
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        yield
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 @pytest.mark.parametrize("mode", MODES)
@@ -171,9 +178,9 @@ def test_a_layer_that_was_changed_after_it_was_made(device):
     layer = int8_layer("dynamic", original)
     layer.stride = (2, 2)
     assert torch.equal(layer(x), int8_layer("dynamic", original)(x)[:, :, ::2, ::2])
-    gray = nn.Conv2d(3, 4, 3)
+    gray = nn.Conv2d(3, 4, 3, device=device)
     gray.weight = nn.Parameter(gray.weight.sum(1, keepdim=True))
-    image = randn(2, 1, 8, 8)
+    image = randn(2, 1, 8, 8).to(device)
     expected = gray(image)
     for int8 in (quantize_(copy.deepcopy(gray), "dynamic"), convert_(prepare_qat_(copy.deepcopy(gray)))):
         assert (int8(image) - expected).abs().max() <= 0.02 * expected.abs().max()

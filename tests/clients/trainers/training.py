@@ -120,6 +120,19 @@ def masters(optimizer: Any) -> dict[str, Tensor]:
     return {str(i): master.clone() for i, master in enumerate(found)}
 
 
-def assert_same_bits(got: Any, wanted: Any) -> None:
-    """Of all tensors in nested dicts and lists, and of what else is there."""
-    torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
+def assert_same_bits(got: Any, wanted: Any, at: str = "") -> None:
+    """Of all tensors in nested dicts and lists. What else is there has to be equal, and of the same type."""
+    assert type(got) is type(wanted), at
+    if isinstance(wanted, dict):
+        assert got.keys() == wanted.keys(), at
+        for key in wanted:
+            assert_same_bits(got[key], wanted[key], f"{at}[{key!r}]")
+    elif isinstance(wanted, list | tuple):
+        assert len(got) == len(wanted), at
+        for i, (one, other) in enumerate(zip(got, wanted, strict=True)):
+            assert_same_bits(one, other, f"{at}[{i}]")
+    elif isinstance(wanted, Tensor):
+        assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape), at
+        assert torch.equal(*(t.detach().flatten().view(torch.uint8) for t in (got, wanted))), at
+    else:
+        assert got == wanted, at
