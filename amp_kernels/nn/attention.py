@@ -13,18 +13,27 @@ from torch import Tensor, nn
 from .conversion import LoadsItsKind, has_hooks
 from .int8 import check_is_not_nested
 
-_KEPT = {"embed_dim", "kdim", "vdim", "num_heads", "head_dim", "dropout", "batch_first", "add_zero_attn"}
+# The last one is a mark that transformers leaves on every module of its models.
+_KEPT = {
+    "embed_dim", "kdim", "vdim", "num_heads", "head_dim", "dropout", "batch_first", "add_zero_attn",
+    "_is_hf_initialized",
+}  # fmt: skip
+_PARAMETERS = {
+    "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias", "bias_k", "bias_v",
+}  # fmt: skip
 
 
 def can_replace(module: nn.Module) -> bool:
     """Return whether a `MultiheadAttention` of this package can take the place of a module, and keep all that it has.
 
-    It can for a `torch.nn.MultiheadAttention` without hooks, and without buffers, layers or attributes that were added.
+    It can for a `torch.nn.MultiheadAttention` without hooks, and without parameters, buffers, layers or attributes that
+    were added.
     """
     if type(module) is not nn.MultiheadAttention or has_hooks(module) or has_hooks(module.out_proj):
         return False
     is_plain = type(module.out_proj) in (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
     added = vars(module).keys() - vars(nn.Module()).keys() - _KEPT - {"_qkv_same_embed_dim", "bias_k", "bias_v"}
+    added |= module._parameters.keys() - _PARAMETERS
     return is_plain and not added and not module._buffers and [*module._modules] == ["out_proj"]
 
 
@@ -87,7 +96,7 @@ class MultiheadAttention(LoadsItsKind):
             Linear(in_features=16, out_features=48, bias=True)
         """
         self = cls()
-        for name in _KEPT:
+        for name in _KEPT & vars(attention).keys():
             setattr(self, name, getattr(attention, name))
         packed = attention._qkv_same_embed_dim
         of: Any = attention

@@ -35,6 +35,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from .. import torch_private
 from ..functional import Int8Tensor, fake_quantize_int8, quantize_int8
@@ -711,11 +712,22 @@ def _exchange_layers(
 
 
 def _exchange(model: nn.Module, new: Mapping[Any, nn.Module]) -> None:
-    """Put modules in the place of others, wherever these are children."""
+    """Put modules in the place of others, wherever these are children, or are in other attributes of a module.
+
+    A `forward` may call its layers from a list, as in transformers' Mask2Former.
+    """
+    own = vars(nn.Module()).keys()  # what every module has
+
+    def exchanged(value: Any) -> Any:
+        return new.get(value, value) if isinstance(value, nn.Module) else value
+
     for parent in list(model.modules()):
         for key, child in list(parent._modules.items()):
             if child in new:
                 setattr(parent, key, new[child])
+        for key, value in vars(parent).items():
+            if key not in own and any(exchanged(leaf) is not leaf for leaf in tree_leaves(value)):
+                vars(parent)[key] = tree_map(exchanged, value)
 
 
 def _find(op: str, model: nn.Module, filter_fn: FilterFn | None, needs_int8_input: bool) -> tuple[list[Any], list[Any]]:
