@@ -590,7 +590,9 @@ def _check_conv2d(
             f"{op}: x must be at least as large as the dilated kernel after padding, got {tuple(x.shape[1:3])} pixels "
             f"for a kernel of {tuple(weight.shape[1:3])}, padding {tuple(padding)} and dilation {tuple(dilation)}"
         )
-    if x.shape[0] * max(x.shape[1], 1) * max(x.shape[2], 1) >= 2**32:
+    pixels = x.shape[0] * max(x.shape[1], 1) * max(x.shape[2], 1)
+    # A comparison of a symbolic number would limit the batch size in torch.export. C++ checks sizes in each call.
+    if isinstance(pixels, int) and pixels >= 2**32:
         raise ValueError(
             f"{op}: x must have fewer than 2^32 pixels, got {tuple(x.shape[:3])}; give fewer images at a time"
         )
@@ -737,6 +739,7 @@ int8_conv2d = operator(
     reference=_reference_conv2d,
     fake=_traced_conv2d,
     launch=_conv2d,
+    delegates=True,
 )
 int8_linear = operator(
     "int8_linear(Tensor x, Tensor weight, Tensor scale, Tensor? bias) -> Tensor",
@@ -749,7 +752,7 @@ int8_linear = operator(
 
 
 def _prefers_triton(gpu: int) -> bool:
-    """Return whether `int8_matmul` passes large products on this GPU to Triton. C++ calls this once for each GPU.
+    """Return whether large int8 products and convolutions on this GPU are Triton's. C++ calls this once for each GPU.
 
     It is True only for compute capability 9.0, the only one on which Triton was measured.
     """

@@ -306,7 +306,8 @@ CONVOLUTIONS: dict[str, _Conv] = {
     "whole_image": _Conv(2, (4, 4), 16, 10, (4, 4)),
     "no_images": _Conv(0, (5, 5), 3, 4, (3, 3)),
     "no_outputs": _Conv(2, (5, 5), 3, 0, (3, 3)),
-    # With 3 multiprocessors, the CUDA kernel computes these two in tiles of 128 x 128 and of 128 x 256.
+    # With 3 multiprocessors, the CUDA kernel computes these in tiles of 128 x 64, 128 x 128 and 128 x 256.
+    "narrow_tiles": _Conv(2, (16, 17), 16, 50, (2, 2)),
     "many_tiles": _Conv(2, (16, 17), 16, 130, (2, 2)),
     "large_tiles": _Conv(1, (12, 12), 16, 130, (3, 3), padding=(1, 1)),
 }
@@ -471,9 +472,9 @@ def _other_cases() -> Iterator[Case]:
                 yield Case("int8_matmul", "fp32", f"{name}_zeros_{zeros}_per_row_{per}", body)
         yield Case("int8_matmul", "int8", name, partial(_product, sizes, both, True, (True, True), torch.int8, False))
     # If the environment variable AMP_KERNELS_MULTIPROCESSORS is 3, the CUDA kernels count 3 multiprocessors on any GPU
-    # (csrc/cuda/portable.h). They then compute the "medium" sizes in tiles of 128 x 128, and the "large" sizes in tiles
-    # of 128 x 256.
-    for tile, sizes in (("medium", (300, 100, 96)), ("large", (130, 130, 96))):
+    # (csrc/cuda/portable.h). They then compute the "narrow" sizes in tiles of 128 x 64, the "medium" sizes in tiles of
+    # 128 x 128, and the "large" sizes in tiles of 128 x 256.
+    for tile, sizes in (("narrow", (300, 50, 96)), ("medium", (300, 100, 96)), ("large", (130, 130, 96))):
         for with_zeros in (False, True):
             body = partial(_product, sizes, ("contiguous", "transposed"), True, (with_zeros,) * 2, torch.float32, False)
             yield Case("int8_matmul", "fp32", f"{tile}_zeros_{with_zeros}", body)

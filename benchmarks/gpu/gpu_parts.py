@@ -58,14 +58,16 @@ TILES = {
     "fake_quantize_int8": ("fp16-contiguous", "bf16-transposed"),
     "int8_matmul": (
         "fp32-1x64x64", "fp16-17x33x65", "fp32-70x66x64_zeros_(False, False)_per_row_True",
-        "fp32-70x66x64_contiguous_transposed", "fp32-medium_zeros_False", "fp32-medium_zeros_True",
+        "fp32-70x66x64_contiguous_transposed", "fp32-narrow_zeros_False", "fp32-narrow_zeros_True",
+        "fp32-medium_zeros_False", "fp32-medium_zeros_True",
         "fp32-large_zeros_False", "fp32-large_zeros_True", "fp32-few_rows_1x37x256_zeros_False_False",
         "fp32-few_columns_37x4x512_zeros_True_True", "fp32-17x33x65_contiguous_without_zeros",
         "fp32-70x66x64_contiguous_without_zeros", "fp32-few_rows_20x37x256_zeros_False_False",
     ),
     "int8_conv2d": (
         "fp32-3x3", "int8-strided_without_zeros", "fp32-all_different", "int8-odd_channels_without_zeros",
-        "fp32-plain_product", "fp32-many_tiles", "int8-many_tiles_without_zeros", "fp32-large_tiles",
+        "fp32-plain_product", "fp32-narrow_tiles", "fp32-many_tiles", "int8-many_tiles_without_zeros",
+        "fp32-large_tiles",
     ),
     "int8_linear": (
         "fp16-1x1x1", "fp32-16x16x16", "bf16-1x64x64", "bf16-64x64x64", "fp16-17x33x65", "fp16-small", "bf16-small",
@@ -227,7 +229,10 @@ def send(args: argparse.Namespace) -> int:
 
 # The constants and functions that choose between our backends. The keys are beginnings of the names of cases.
 CHOSEN_BY = {
-    "int8_matmul": "kTritonProducts in csrc/ops/int8.cpp, _prefers_triton in amp_kernels/ops/int8.py",
+    **dict.fromkeys(
+        ("int8_matmul", "int8_conv2d"),
+        "kTritonProducts in csrc/ops/int8.cpp, _prefers_triton in amp_kernels/ops/int8.py",
+    ),
     "linear": "engine_of in amp_kernels/functional/matmul.py, MIN_WORK in amp_kernels/padding.py",
     "quantize_int8": "automatic in amp_kernels/backends.py",
 }

@@ -10,9 +10,9 @@
 // A convolution is such a product too. Its a is not in memory: the rows of a are gathered from images (../int8.h), and
 // b is the weight, whose codes have no zero points. So the sums of rows are not needed.
 //
-//   tiled_kernel: a block computes a tile of 64 x 64, 128 x 128 or 128 x 256 outputs. Both operands are copied to a
-//   ring of stages in shared memory, 64 bytes along k per stage. Each of the 8 warps computes a part of the tile. Its
-//   sums stay in registers, as fragments of m16n8k32 (tensor_cores.cuh).
+//   tiled_kernel: a block computes a tile of 64 x 64, 128 x 64, 128 x 128 or 128 x 256 outputs. Both operands are
+//   copied to a ring of stages in shared memory, 64 bytes along k per stage. Each of the 8 warps computes a part of the
+//   tile. Its sums stay in registers, as fragments of m16n8k32 (tensor_cores.cuh).
 //
 //                      b  [columns]
 //        a [rows] [k] +------+------+------+------+
@@ -422,12 +422,15 @@ void launch_tiled(const Int8Matmul& matmul, const Left& a, const Operand& b, Str
   launch(kernel, static_cast<unsigned>(tiles), kThreads, Tile<kM, kN>::kSharedBytes, stream, matmul, a, b);
 }
 
-// Chooses a tile.
+// Chooses a tile. Results with up to 64 columns leave half of a wider tile unused. On an H200, a convolution of 128
+// images of 56 x 56 pixels with 64 channels took 228 us with tiles of 128 x 128.
 template <class Left>
 void launch_tiled_product(const Int8Matmul& matmul, const Left& a, const Operand& b, Stream stream) {
   const int64_t count = multiprocessor_count(), medium = tiles_of(matmul, 128, 128);
   const int64_t large_rounds = (tiles_of(matmul, 128, 256) + count - 1) / count;
-  if (medium < count) {
+  if (matmul.n <= 64 && medium >= count) {
+    launch_tiled<128, 64>(matmul, a, b, stream);
+  } else if (medium < count) {
     launch_tiled<64, 64>(matmul, a, b, stream);
   } else if (2 * large_rounds <= (medium + count - 1) / count && Tile<128, 256>::kSharedBytes <= block_memory()) {
     launch_tiled<128, 256>(matmul, a, b, stream);

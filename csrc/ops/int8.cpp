@@ -306,8 +306,11 @@ Int8Matmul matmul_of(int64_t m, int64_t n, int64_t k, const Tensor& a, const Ten
 // With few rows or columns the CUDA kernels are faster on the device too: 16 x 4096 x 4096 took an earlier form of them
 // 8.1 us, and Triton 9.7 us.
 //
-// So Triton gets a product if M * N * K is above kTritonProducts, M and N are both above kFewRows, and `prefers_triton`
-// is true for the GPU (device.h).
+// Convolutions that are so large take 1.5 to 2.1 times as long with the CUDA kernels as with Triton. A row is an output
+// pixel (benchmarks/results/h200/device_times.csv).
+//
+// So Triton gets a product or a convolution if M * N * K is above kTritonProducts, M and N are both above kFewRows, and
+// `prefers_triton` is true for the GPU (device.h).
 constexpr double kTritonProducts = 1LL << 34;
 constexpr int64_t kFewRows = 16;
 
@@ -390,7 +393,8 @@ Tensor of_pixels(const Tensor& side, int64_t step, int64_t pixels) {
   return copied(column, {side.numel(), pixels}, row_major(Dims{side.numel(), pixels}), side.scalar_type());
 }
 
-template <class Device>
+// If kDelegates is true, Triton may compute large convolutions, as in int8_matmul.
+template <class Device, bool kDelegates = false>
 Tensor int8_conv2d(Tensor x, Tensor weight, Tensor x_scale, MaybeTensor x_zero_point, Tensor weight_scale,
                    MaybeTensor bias, Dims stride, Dims padding, Dims dilation, ScalarType out_dtype,
                    MaybeTensor out_scale, MaybeTensor out_zero_point) {
@@ -407,6 +411,12 @@ Tensor int8_conv2d(Tensor x, Tensor weight, Tensor x_scale, MaybeTensor x_zero_p
   require_result(n, bias, out_scale, out_zero_point, images);
 
   const int64_t m = x.size(0) * window.out_pixels();
+  if constexpr (kDelegates) {
+    if (is_for_triton<Device>(x, m, n, terms))
+      return Device::template call<Tensor>({"amp_kernels::_uncompiled_int8_conv2d"}, x, weight, x_scale, x_zero_point,
+                                           weight_scale, bias, stride, padding, dilation, out_dtype, out_scale,
+                                           out_zero_point);
+  }
   const Tensor out =
       new_tensor({x.size(0), window.out[0], window.out[1], n}, out_scale.has_value() ? ScalarType::Char : out_dtype, x);
   if (m == 0 || n == 0) return out;
@@ -491,7 +501,6 @@ void register_kernels(Library& m) {
   AMP_KERNELS_IMPL(m, Device, "fake_quantize_int8", fake_quantize_int8<Device>);
   AMP_KERNELS_IMPL(m, Device, "dequantize_int8", dequantize_int8<Device>);
   AMP_KERNELS_IMPL(m, Device, "straight_through_int8", straight_through_int8<Device>);
-  AMP_KERNELS_IMPL(m, Device, "int8_conv2d", int8_conv2d<Device>);
 }
 
 }  // namespace
@@ -500,14 +509,17 @@ STABLE_TORCH_LIBRARY_IMPL(amp_kernels, CPU, m) {
   register_kernels<Cpu>(m);
   AMP_KERNELS_IMPL(m, Cpu, "int8_matmul", int8_matmul<Cpu>);
   AMP_KERNELS_IMPL(m, Cpu, "int8_linear", int8_linear<Cpu>);
+  AMP_KERNELS_IMPL(m, Cpu, "int8_conv2d", int8_conv2d<Cpu>);
 }
 #ifdef USE_CUDA
 STABLE_TORCH_LIBRARY_IMPL(amp_kernels, CUDA, m) {
   register_kernels<Cuda>(m);
   AMP_KERNELS_IMPL(m, Cuda, "int8_matmul", int8_matmul<Cuda, true>);
   AMP_KERNELS_IMPL(m, Cuda, "int8_linear", int8_linear<Cuda, true>);
+  AMP_KERNELS_IMPL(m, Cuda, "int8_conv2d", int8_conv2d<Cuda, true>);
   m.impl("_compiled_int8_matmul", TORCH_BOX((&int8_matmul<Cuda>)));
   m.impl("_compiled_int8_linear", TORCH_BOX((&int8_linear<Cuda>)));
+  m.impl("_compiled_int8_conv2d", TORCH_BOX((&int8_conv2d<Cuda>)));
 }
 #endif
 

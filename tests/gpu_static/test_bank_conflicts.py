@@ -76,6 +76,7 @@ PRODUCTS = {
         for columns, n in ((16, 48), (32, 64))
     },
     "int8_matmul 64x64": Product("tiled_kernel<Operand, 64, 64, false>", lambda: int8_matmul(65, 64, 128), {}),
+    "int8_matmul 128x64": Product("tiled_kernel<Operand, 128, 64, false>", lambda: int8_matmul(384, 64, 128), {}),
     "int8_matmul 128x128": Product("tiled_kernel<Operand, 128, 128, false>", lambda: int8_matmul(384, 128, 128), {}),
     "int8_matmul 128x256": Product("tiled_kernel<Operand, 128, 256, false>", lambda: int8_matmul(384, 256, 128), {}),
     "int8_matmul zero points": Product(
@@ -85,7 +86,12 @@ PRODUCTS = {
         f"int8_conv2d {m}x{n}, {channels} channels": Product(
             f"tiled_kernel<Images, {m}, {n}, true>", functools.partial(int8_conv2d, pixels, channels, n), PADDING
         )
-        for m, n, pixels in ((64, 64, (1, 8, 8)), (128, 128, (3, 8, 16)), (128, 256, (3, 8, 16)))
+        for m, n, pixels in (
+            (64, 64, (1, 8, 8)),
+            (128, 64, (3, 8, 16)),
+            (128, 128, (3, 8, 16)),
+            (128, 256, (3, 8, 16)),
+        )
         for channels in (16, 64, 80)
     },
     "int8_linear 64x64": Product("tiled_kernel<__half, 64, 64>", lambda: int8_linear(128, 64, 128), {}),

@@ -7,6 +7,7 @@ nothing, so that results are not looked at.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -97,6 +98,18 @@ def test_large_products_of_codes_are_those_of_triton(fake_gpus: Any, libcuda: An
         assert counts(fake_gpus, libcuda, lambda: multiply("cuda:0", *large)) == (True, False)
     with amp_kernels.use_backend("triton"):
         assert counts(fake_gpus, libcuda, lambda: multiply("cuda:0", *small)) == (False, True)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="triton is hidden")
+def test_large_convolutions_are_those_of_triton(fake_gpus: Any, libcuda: Any) -> None:
+    """As large products are: 1600 images of 36 output pixels mean 2**34.5 products of codes."""
+    large, small = (torch.ones(images, 8, 8, 64, dtype=torch.int8, device="cuda:0") for images in (1600, 160))
+    weight = torch.ones(256, 5, 5, 64, dtype=torch.int8, device="cuda:0")
+    convolve = functools.partial(cases.convolve, device="cuda:0", weight=weight)
+    assert counts(fake_gpus, libcuda, lambda: convolve(large)) == (False, True)
+    assert counts(fake_gpus, libcuda, lambda: convolve(small)) == (True, False)
+    with amp_kernels.use_backend("cuda"):
+        assert counts(fake_gpus, libcuda, lambda: convolve(large)) == (True, False)
 
 
 @pytest.mark.skipif(HAS_TRITON, reason="triton is there")
