@@ -63,7 +63,10 @@ LIMITS = {
     "tests": {
         "cuda_tests": 240, "cuda_few": 45, "triton_tests": 150, "triton_kernels": 120, "initcheck": 60,
     },
-    "benchmarks": {**of_families("bench_", 75, matmul=180, sgd=175, rmsprop=130, int8=130, lean=90), "plot": 60},
+    "benchmarks": {
+        "device_times": 90, **of_families("bench_", 75, matmul=170, sgd=160, rmsprop=120, int8=120, lean=80),
+        "kernel_table": 5, "goals": 5, "plot": 60,
+    },
 }  # fmt: skip
 STAGES = {"first": 9 * 60 - 15, "tests": 10 * 60 - 15, "benchmarks": 14 * 60 - 15}
 SECONDS = {name: seconds for parts in LIMITS.values() for name, seconds in parts.items()}
@@ -427,7 +430,10 @@ def all_parts(files: Path, work: Path, capability: tuple[int, int] | None) -> li
         tests("triton_tests", *selections[1]),
         tests("triton_kernels", *selections[2]),
         sanitizer("initcheck"),
+        Part("device_times", [python, HERE / "device_times.py", "--device", device, "--out", files], shared),
         *(bench("bench_", family, files, "0.5", *(few_cases if rehearsal else ())) for family in FAMILIES),
+        Part("kernel_table", [*own, "kernel_table", "--tables", files / "logs", "--out", files], shared),
+        Part("goals", [python, HERE / "goals.py", files], shared),
         Part("plot", [*module("plot"), files], shared),
     ]
 

@@ -5,6 +5,7 @@ python benchmarks/gpu/gpu_parts.py captured                 # a training step, c
 python benchmarks/gpu/gpu_parts.py send --out FOLDER        # the cost of a send
 python benchmarks/gpu/gpu_parts.py ceilings --out FOLDER    # how fast the machine reads, copies and multiplies
 python benchmarks/gpu/gpu_parts.py kernels                  # one call of each kernel, to be profiled
+python benchmarks/gpu/gpu_parts.py kernel_table --tables FOLDER --out FOLDER    # kernels.csv from the log of ncu
 python benchmarks/gpu/gpu_parts.py routes --tables FOLDERS --out FOLDER    # the fastest backend for each case
 """
 
@@ -368,9 +369,48 @@ def kernels(args: argparse.Namespace) -> int:
     return 0
 
 
+# Columns of kernels.csv, and the metrics of ncu that they hold (METRICS in gpu_check.py).
+COLUMNS = {
+    "microseconds": "gpu__time_duration.sum",
+    "dram_percent_of_peak": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+    "warps_active_percent": "sm__warps_active.avg.pct_of_peak_sustained_active",
+    "instructions_issued_percent": "sm__inst_issued.avg.pct_of_peak_sustained_active",
+    "tensor_pipe_percent": "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_active",
+    "registers": "launch__registers_per_thread",
+}
+
+
+def kernel_table(args: argparse.Namespace) -> int:
+    """Writes kernels.csv, a row for each launch that ncu profiled, from its log in the folder of `--tables`."""
+    log = args.tables[0] / "ncu.txt"
+    if not log.exists() or '"ID"' not in (text := log.read_text(errors="replace")):
+        print(f"ncu wrote no table to {log}")
+        return 0
+    launches: dict[str, dict[str, str]] = {}
+    for row in csv.DictReader(text[text.index('"ID"') :].splitlines()):
+        if str(row["ID"]).isdigit():  # not a line that a program printed
+            name = re.sub(r"^void |amp_kernels::|cuda::|\(anonymous namespace\)::|<?unnamed>::", "", row["Kernel Name"])
+            launch = launches.setdefault(
+                row["ID"], {"kernel": name, "grid": row["Grid Size"], "block": row["Block Size"]}
+            )
+            value = float(row["Metric Value"].replace(",", ""))
+            is_in_nanoseconds = row["Metric Unit"] in ("ns", "nsecond")
+            launch[row["Metric Name"]] = f"{value / 1e3 if is_in_nanoseconds else value:.5g}"
+    with (args.out / "kernels.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(("kernel", "grid", "block", *COLUMNS))
+        for launch in launches.values():
+            metrics = (launch.get(metric, "") for metric in COLUMNS.values())
+            writer.writerow((launch["kernel"], launch["grid"], launch["block"], *metrics))
+    print(f"{len(launches)} launches")
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    what = {function.__name__: function for function in (cases, captured, send, ceilings, kernels, routes)}
+    what = {
+        function.__name__: function for function in (cases, captured, send, ceilings, kernels, kernel_table, routes)
+    }
     parser.add_argument("what", choices=what)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="and the backend of its name")
     parser.add_argument("--out", type=Path, default=Path(), help="folder of the table that is written")

@@ -330,6 +330,69 @@ def test_routes_say_what_was_faster_than_the_default(tmp_path: Path) -> None:
     assert parts.routes(argparse.Namespace(tables=[tmp_path / "nothing"], out=tmp_path)) == 1
 
 
+def test_the_log_of_ncu_becomes_a_table(tmp_path: Path) -> None:
+    parts = load(PARTS)
+    kernel = "void amp_kernels::cuda::<unnamed>::unscale_kernel(GradientPass)"
+    rows = [
+        ("0", kernel, "(256, 1, 1)", "(660, 1, 1)", "gpu__time_duration.sum", "ns", "53,600"),
+        ("0", kernel, "(256, 1, 1)", "(660, 1, 1)", parts.COLUMNS["dram_percent_of_peak"], "%", "78.53"),
+        ("1", kernel, "(256, 1, 1)", "(9, 1, 1)", "gpu__time_duration.sum", "us", "5.5"),
+    ]
+    with (tmp_path / "ncu.txt").open("w", newline="") as file:
+        file.write("==PROF== Connected\ngrad_norm: 0.1 s\n")
+        names = ("ID", "Kernel Name", "Block Size", "Grid Size", "Metric Name", "Metric Unit", "Metric Value")
+        csv.writer(file, quoting=csv.QUOTE_ALL).writerows([names, *rows])
+        file.write("unscale_: 0.1 s\n")
+    assert parts.kernel_table(argparse.Namespace(tables=[tmp_path], out=tmp_path)) == 0
+    with (tmp_path / "kernels.csv").open(newline="") as file:
+        first, second = csv.DictReader(file)
+    assert first["kernel"] == "unscale_kernel(GradientPass)" and first["grid"] == "(660, 1, 1)"
+    assert (first["microseconds"], first["dram_percent_of_peak"], first["registers"]) == ("53.6", "78.53", "")
+    assert second["microseconds"] == "5.5"
+
+
+def test_goals_are_judged_by_the_tables() -> None:
+    goals = load(SCRIPT.with_name("goals.py"))
+
+    def times(family: str, case: str, **ways: str) -> list[dict[str, str]]:
+        named = {way.replace("_", " "): us for way, us in ways.items()}
+        return [
+            {"family": family, "case": case, "dtype": "float16", "way": way, "microseconds": us}
+            for way, us in named.items()
+        ]
+
+    def row(contender: str, ms: str, elements: str) -> dict[str, str]:
+        case, scaler = "fp16 weights + fp32 masters", "GradScaler ours"
+        return {"case": case, "contender": contender, "scaler": scaler, "dtype": "float16", "elements": elements,
+                "median_ms": ms}  # fmt: skip
+
+    tables = {
+        "device_times": [
+            *times("streaming", "AdamW, 100M", ours="100", copy="89"),
+            *times("streaming", "unscale_, 25.6M", ours="100", copy="87"),
+            *times("streaming", "AdamW, int8 states, 100M", ours="100", copy="50"),
+            *times("int8_products", "64x64x64", default="20", cuda="20", triton="13"),
+        ],
+        "sgd": [
+            *(row("amp_kernels FusedSGD", ms, n) for ms, n in (("1.0", "100000000"), ("0.6", "64000"))),
+            *(row("fp32 model, torch fused SGD", ms, n) for ms, n in (("1.5", "100000000"), ("2.3", "64000"))),
+            row("fp32 model, torch foreach SGD", "9.0", "64000"),
+        ],
+    }
+    found = [
+        (found["case"], found["measured"], found["met"], bool(found["limiter"])) for found in goals.rows_of(tables)
+    ]
+    small, large = (f"fp16 weights + fp32 masters, float16, {n}" for n in ("64,000", "100,000,000"))
+    assert found == [
+        ("AdamW, 100M, float16", "89", "yes", False),
+        ("unscale_, 25.6M, float16", "87", "no", True),
+        (large, "1.5", "yes", False),
+        ("amp_kernels FusedSGD, float16", "0.6", "no", True),
+        (small, "3.83", "no", True),
+        ("64x64x64", "0.65", "no", True),
+    ]
+
+
 def test_what_chooses_a_route_is_there() -> None:
     for by in load(PARTS).CHOSEN_BY.values():
         for what, file in re.findall(r"(\w+) in ([\w/.]+)", by):
