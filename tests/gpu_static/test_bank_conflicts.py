@@ -44,7 +44,7 @@ ROWS = {"load of 16 bytes": 1.0}
 # takes a block, once, 1,024 cycles in place of 128 for 16 x 32 sums (b along k), 4,096 in place of 256 for 16 x 64.
 FEW = "load of 4 bytes"
 # A convolution without them would have no padding.
-PADDING = {"store of 16 bytes": 1.0}
+PADDING = {"store of 8 bytes": 2.0}
 TILE = r"tiled_kernel<__half, Shape<{}, \d, \d>, WideLoader<\d+, {}>, WideLoader<\d+, {}> >"
 PRODUCTS = {
     **{

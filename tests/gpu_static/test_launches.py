@@ -195,7 +195,9 @@ WAYS = {
     (int8_matmul, 16, 4095, 4095): ("few rows by 16", "few rows by 32", "few rows by 32"),
     (int8_matmul, 2048, 2048, 2048): ("128x128", "128x256", "128x256"),
     (int8_matmul, 1024, 1024, 1024): ("64x64",) * 3,
-    (int8_matmul, 32, 4096, 4096): ("64x64", "few rows by 16", "few rows by 16"),
+    (int8_matmul, 64, 4096, 4096): ("few rows by 16",) * 3,
+    (int8_matmul, 64, 8192, 4096): ("64x64",) * 3,
+    (int8_matmul, 32, 4096, 4096): ("few rows by 16",) * 3,
     (int8_conv2d, 32, 56, 64): ("128x64",) * 3,
     (int8_matmul, 100_352, 64, 256): ("128x64",) * 3,  # a convolution of 1 x 1
     (int8_conv2d, 32, 28, 128): ("128x128",) * 3,
@@ -211,7 +213,7 @@ WAYS = {
     (int8_linear, 4096, 4095, 4095): ("128x128",) * 3,
     (int8_linear, 8, 4095, 4095): ("few rows by 16", "few rows by 32", "few rows by 32"),
     (int8_linear, 1024, 1024, 1024): ("64x64",) * 3,
-    (int8_linear, 32, 4096, 4096): ("64x64", "few rows by 16", "few rows by 16"),
+    (int8_linear, 32, 4096, 4096): ("few rows by 16",) * 3,
 }
 
 
@@ -280,6 +282,7 @@ BUDGETS = [
     Budget("int8_linear", "(tiled|few_rows)_kernel<", 2),
     Budget("int8_matmul", "tiled_kernel<(Operand|Images), 64, 64, ", 3),
     Budget("int8_matmul", "tiled_kernel<(Operand|Images), 128, 256, ", 1),
+    Budget("int8_matmul", "tiled_kernel<(Operand|Images), 128, 64, ", 3),
     Budget("int8_matmul", "(tiled|few_rows)_kernel<", 2),
     Budget("matmul", f"tiled_kernel<{LOW}, Shape<128, 256, ", 1),
     Budget("matmul", "tiled_kernel<", 2),
