@@ -4,6 +4,8 @@ The command executes FILE.py and calls FACTORY. Name only files that you would r
 
 Nothing is measured. `audit` reads only shapes. `explain` reads shapes, strides, dtypes and devices.
 
+The command also names the layers that stay in floating point if the model becomes int8 (`amp_kernels.quantization`).
+
 With 16-bit weights and activations (autocast included), cuBLAS is fast if the layer's numbers of features are multiples
 of 8. Otherwise cuBLAS uses kernels that were made for older GPUs, which are slower.
 """
@@ -16,7 +18,8 @@ import importlib.util
 import math
 import sys
 import warnings
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,10 +42,11 @@ from .functional.matmul import (
     engine_of,
     is_slow,
 )
-from .nn.conversion import is_conv1d, matrix
+from .nn.conversion import is_conv1d, matrix, of_all_blocks
 from .nn.linear import Linear, converts
 from .ops.matmul import DTYPES, check_activation, round_up
 from .padding import MULTIPLE, is_column_major
+from .quantization import left_in_float
 from .report import table
 
 __all__ = ["Explanation", "Finding", "audit", "explain"]
@@ -180,14 +184,16 @@ class Finding(NamedTuple):
         kind: The layer's class.
         size: The layer's features or channels.
         cause: Each number of features or channels that is not a multiple of 8. For a linear layer, the number is
-            followed by the matrices whose rows have this length, in brackets. For an embedding, `cause` names the
-            linear layer that has the same weight.
+            followed by the matrices whose rows have this length, in brackets. For a recurrent layer and for
+            `torch.nn.MultiheadAttention`, it is followed by the parameters with a dimension of this size. For an
+            embedding, `cause` names the linear layer that has the same weight.
         remedy: The change that makes the layer fast.
         converts: Whether `amp_kernels.nn.convert_linear_` is a remedy.
         weight_bytes: Bytes that padding takes for the weight. For a linear layer these are all bytes of the padded
-            copy. For a convolution they are the bytes that the additional channels take.
+            copy. For all other layers they are the bytes that the additional channels or features take.
         row_bytes: Bytes, at most, that padding takes per row (token, pixel) of activations in a training step. Again
-            these are whole padded copies for a linear layer, and only the additional channels for a convolution.
+            these are whole padded copies for a linear layer, and only the additional channels or features for all
+            other layers.
 
     Examples:
         >>> finding = amp_kernels.audit.audit(torch.nn.Linear(1001, 512))[0]
@@ -212,8 +218,9 @@ def audit(model: nn.Module) -> list[Finding]:
     """List the layers of a model whose shapes are slow on tensor cores in fp16 or bf16.
 
     The layers that can be listed are `torch.nn.Linear` and its subclasses (except `amp_kernels.nn.Linear`),
-    transformers' `Conv1D`, convolutions, and embeddings that share the weight of a listed linear layer. Only shapes are
-    read, so the model may be on the meta device.
+    transformers' `Conv1D`, convolutions, recurrent layers and cells (`LSTM`, `GRU`, `RNN`), the projections of queries,
+    keys and values in `torch.nn.MultiheadAttention`, and embeddings that share the weight of a listed linear layer.
+    Only shapes are read, so the model may be on the meta device.
 
     Args:
         model: A model of any dtype.
@@ -238,8 +245,12 @@ def audit(model: nn.Module) -> list[Finding]:
             weight = layer._parameters.get("weight")
             if found and weight is not None:
                 slow[id(weight)] = (name, layer)
+        elif isinstance(layer, _ConvNd):
+            found = _conv(name, layer)
+        elif isinstance(layer, nn.RNNBase | nn.RNNCellBase):
+            found = _recurrent(name, layer)
         else:
-            found = _conv(name, layer) if isinstance(layer, _ConvNd) else None
+            found = _attention(name, layer) if isinstance(layer, nn.MultiheadAttention) else None
         findings += [found] if found else []
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Embedding) and id(layer.weight) in slow:
@@ -286,6 +297,79 @@ def _conv(name: str, layer: _ConvNd) -> Finding | None:
     row_bytes = ITEM * (sum(rounded.values()) - sum(channels.values()))
     size = " -> ".join(map(str, channels.values()))
     return Finding(name, type(layer).__name__, size, cause, remedy, False, weight_bytes, row_bytes)
+
+
+def _recurrent(name: str, layer: Any) -> Finding | None:
+    gates = 4 if isinstance(layer, nn.LSTM | nn.LSTMCell) else 3 if isinstance(layer, nn.GRU | nn.GRUCell) else 1
+    layers, directions = getattr(layer, "num_layers", 1), 1 + getattr(layer, "bidirectional", False)
+    projected = getattr(layer, "proj_size", 0)
+
+    def counted(size: Mapping[str, int]) -> tuple[int, int]:
+        """Return the elements of the weights, and of the activations of a row."""
+        hidden = size["hidden_size"]
+        result = size["proj_size"] if projected else hidden
+        inputs = size["input_size"] + (layers - 1) * directions * result  # the inputs of all layers
+        weights = gates * hidden * (inputs + layers * result) + (layers * result * hidden if projected else 0)
+        return directions * weights, size["input_size"] + layers * directions * (gates * hidden + result)
+
+    weights = {"input_size": ["weight_ih"], "hidden_size": ["weight_ih", "weight_hh"]}
+    if projected:
+        weights = {**weights, "proj_size": ["weight_hh", "weight_hr"]}
+        weights["hidden_size"].append("weight_hr")
+    sizes = {which: getattr(layer, which) for which in weights}
+    rounded = {which: _rounded(n) for which, n in sizes.items()}
+    return _of_parameters(name, layer, sizes, rounded, weights, counted)
+
+
+def _attention(name: str, layer: nn.MultiheadAttention) -> Finding | None:
+    """Look at the projections of queries, keys and values. That of the result is a layer of its own."""
+    embed, packed = layer.embed_dim, layer._qkv_same_embed_dim
+
+    def counted(size: Mapping[str, int]) -> tuple[int, int]:
+        embed = size["embed_dim"]
+        inputs = embed + size.get("kdim", embed) + size.get("vdim", embed)
+        return embed * inputs, inputs + 3 * embed
+
+    weights = {"embed_dim": ["in_proj_weight"]}
+    sizes, rounded = {"embed_dim": embed}, {"embed_dim": _rounded(embed, math.lcm(MULTIPLE, layer.num_heads))}
+    if not packed:
+        weights = {
+            "embed_dim": ["q_proj_weight", "k_proj_weight", "v_proj_weight"],
+            "kdim": ["k_proj_weight"],
+            "vdim": ["v_proj_weight"],
+        }
+        sizes |= {"kdim": layer.kdim, "vdim": layer.vdim}
+        rounded |= {which: _rounded(sizes[which]) for which in ("kdim", "vdim")}
+    return _of_parameters(name, layer, sizes, rounded, weights, counted)
+
+
+def _of_parameters(
+    name: str,
+    layer: nn.Module,
+    sizes: Mapping[str, int],
+    rounded: Mapping[str, int],
+    weights: Mapping[str, Sequence[str]],
+    count: Callable[[Mapping[str, int]], tuple[int, int]],
+) -> Finding | None:
+    """Return the finding for a layer that multiplies by several parameters.
+
+    Args:
+        name: The layer's name.
+        layer: The layer.
+        sizes: The arguments of its constructor.
+        rounded: Sizes that are fast.
+        weights: The parameters with a dimension of each size.
+        count: Returns for sizes how many elements the weights have, and how many the activations of a row.
+    """
+    odd = [which for which, n in sizes.items() if n % MULTIPLE]
+    if not odd:
+        return None
+    cause = ", ".join(f"{which}={sizes[which]} ({', '.join(weights[which])})" for which in odd)
+    remedy = ", ".join(f"{which}={rounded[which]}" for which in odd)
+    better = {which: rounded[which] if which in odd else n for which, n in sizes.items()}
+    added, added_to_rows = (ITEM * (new - now) for new, now in zip(count(better), count(sizes), strict=True))
+    size = ", ".join(map(str, sizes.values()))
+    return Finding(name, type(layer).__name__, size, cause, remedy, False, added, added_to_rows)
 
 
 def _tied(name: str, layer: nn.Embedding, other: str, linear: nn.Module) -> Finding:
@@ -340,6 +424,8 @@ def run(target: str, rows: int | None = None) -> int:
         headers = ("layer", "class", "size", "slow for", "instead", f"padding{f' at {rows:,} rows' if rows else ''}")
         print(table(headers, [_cells(finding, rows) for finding in findings]), end="\n\n")
     print(_summary(findings))
+    if left := left_in_float(model):
+        print(_int8(left))
     return 0
 
 
@@ -367,6 +453,16 @@ def _summary(findings: Sequence[Finding]) -> str:
         parts.append(f"{rest} must have other sizes to be fast")
     what = "layer has a shape that is" if count == 1 else "layers have shapes that are"
     return f"{count} {what} slow on tensor cores in fp16 or bf16: {'; '.join(parts)}."
+
+
+def _int8(left: Mapping[str, nn.Module]) -> str:
+    """Count and name the layers that stay in floating point in an int8 model."""
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for name, layer in left.items():
+        kinds[type(layer).__name__].append(of_all_blocks(name) or "the model")
+    listed = (f"{len(names)} {kind} ({', '.join(dict.fromkeys(names))})" for kind, names in kinds.items())
+    what = "1 layer with a matrix stays" if len(left) == 1 else f"{len(left)} layers with matrices stay"
+    return f"In int8, by amp_kernels.quantization, {what} in floating point: {', '.join(listed)}."
 
 
 def _load(target: str) -> nn.Module:

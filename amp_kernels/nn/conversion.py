@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable
@@ -15,6 +16,7 @@ LOG = logging.getLogger("amp_kernels")
 # There is a warning if more than this share of the parameters' bytes stays in unconverted matrices. Embeddings and
 # layers that `filter_fn` left out do not count.
 WARNING_SHARE = 0.1
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d)  # those that may become int8 layers
 
 
 def check_model(op: str, model: object) -> None:
@@ -35,8 +37,12 @@ def is_conv1d(layer: nn.Module) -> bool:
 
 
 def is_transposed(layer: Any) -> bool:
-    """Return whether the weight of `layer` is [in_features, out_features]: a Conv1D, or a layer made from one."""
-    return is_conv1d(layer) or getattr(layer, "is_transposed", False)
+    """Return whether the weight of `layer` begins with its inputs.
+
+    So it is for a Conv1D, for a layer made from one, and for a transposed convolution.
+    """
+    is_conv = isinstance(layer, nn.ConvTranspose1d | nn.ConvTranspose2d)
+    return is_conv or is_conv1d(layer) or getattr(layer, "is_transposed", False)
 
 
 def matrix(layer: Any) -> Tensor:
@@ -49,9 +55,15 @@ def by_outputs(layer: Any) -> Tensor:
 
     For a linear layer or an embedding that is `matrix`, for a convolution [out_channels, *kernel_size, in_channels].
     """
-    if isinstance(layer, nn.Conv1d | nn.Conv2d):
-        return layer.weight.movedim(1, -1)
+    if isinstance(layer, CONVOLUTIONS):
+        return layer.weight.movedim(0 if is_transposed(layer) else 1, -1)
     return matrix(layer)
+
+
+def terms(layer: Any) -> int:
+    """Return how many products an output of a layer sums. In a transposed convolution kernels must not overlap."""
+    weight = by_outputs(layer)
+    return weight.shape[-1] if is_transposed(layer) else math.prod(weight.shape[1:])
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -143,7 +155,7 @@ def shares(model: nn.Module, taken: Collection[Any], spared: Iterable[nn.Module]
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             continue
-        of_all_layers = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)  # h.0.weight and h.1.weight become h.*.weight
+        of_all_layers = of_all_blocks(name)
         if id(parameter) in done:
             converted[of_all_layers] += parameter.nbytes
             continue
@@ -154,6 +166,11 @@ def shares(model: nn.Module, taken: Collection[Any], spared: Iterable[nn.Module]
     total = max(1, converted.total() + left.total())
     line = f"converted {_listed(converted, total)} of the parameters' bytes; left {_listed(left, total)}"
     return line, unexpected > WARNING_SHARE * total
+
+
+def of_all_blocks(name: str) -> str:
+    """Return a name in a model without its numbers: h.0.weight and h.1.weight become h.*.weight."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 def _listed(sizes: Counter[str], total: int) -> str:

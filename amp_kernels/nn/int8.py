@@ -337,7 +337,7 @@ class Int8ProductLayer(Int8Weight):
     def __init__(
         self, shape: Sequence[int], bias: bool, mode: Mode, device: torch.device | str | None, dtype: torch.dtype | None
     ) -> None:
-        kind, inputs = type(self).__name__, math.prod(shape[1:])
+        kind, inputs = type(self).__name__, self._terms(shape)
         if mode not in MODES:
             raise ValueError(f"{kind}: mode must be one of {', '.join(MODES)}, got {mode!r}")
         if mode != "weight_only" and inputs > MAX_K:
@@ -354,6 +354,11 @@ class Int8ProductLayer(Int8Weight):
             scale = torch.ones(1, dtype=torch.float32, device=device) if given else None
             self.register_buffer(f"{name}_scale", scale)
             self.register_buffer(f"{name}_zero_point", scale if scale is None else torch.zeros_like(scale).int())
+
+    @staticmethod
+    def _terms(shape: Sequence[int]) -> int:
+        """Return how many products an output sums, for codes of a shape."""
+        return math.prod(shape[1:])
 
     @property
     def mode(self) -> Mode:
@@ -382,10 +387,28 @@ class Int8ProductLayer(Int8Weight):
                 f"{type(self).__name__}: x must be a Tensor if mode='weight_only', got an Int8Tensor; dequantize it"
             )
 
-    def _result(self, outputs: slice = ALL) -> dict[str, Any]:
-        """Return the arguments that say what becomes of the sums of codes, for the outputs in a slice."""
+    def _product(
+        self, x: Tensor | Int8Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, returns_codes: bool
+    ) -> Tensor:
+        """Multiply rows [M, K] by codes [N, K] with scales [N, 1], as the mode says. The bias is [N]."""
+        if returns_codes and not isinstance(x, Int8Tensor):
+            x = codes_of(x, self.input_scale, self.input_zero_point)
+        if isinstance(x, Int8Tensor):
+            self._check_multiplies_codes()
+            return int8_matmul(x, Int8Tensor(weight, scale, None, (1,)).t(), **self._result(bias))
+        if self.mode == "weight_only":
+            x = x.to(compute_dtype(x))
+            # Transforms have no rule for the autograd function `_WeightOnly`. They get the reference, which consists of
+            # torch's operators.
+            multiply = reference.int8_linear if torch_private.is_transformed() else _WeightOnly.apply
+            result: Tensor = multiply(x, weight, scale, None if bias is None else bias.to(x.dtype))
+            return result
+        return w8a8(x, weight, scale, bias, self.input_scale, self.input_zero_point, compute_dtype(x))
+
+    def _result(self, bias: Tensor | None) -> dict[str, Any]:
+        """Return the arguments that say what becomes of the sums of codes."""
         return {
-            "bias": None if self.bias is None else self.bias.detach()[outputs].float(),
+            "bias": None if bias is None else bias.detach().float(),
             "out_dtype": autocast_dtype(self.weight_codes.device) or self.dtype,
             "out_scale": self.output_scale,
             "out_zero_point": self.output_zero_point,
@@ -562,26 +585,12 @@ class Int8Linear(Int8ProductLayer):
         if outputs is not ALL:
             codes, scale, bias = codes[outputs], scale[outputs], None if bias is None else bias[outputs]
         if isinstance(x, Int8Tensor):
-            result = self._of_codes(x, outputs)
-        elif output_scale is not None:
-            result = self._of_codes(codes_of(_rows(x), self.input_scale, self.input_zero_point), outputs)
-        elif self.mode == "weight_only":
-            x = x.to(compute_dtype(x))
-            # Transforms have no rule for the autograd function `_WeightOnly`. They get the reference, which consists of
-            # torch's operators.
-            multiply = reference.int8_linear if torch_private.is_transformed() else _WeightOnly.apply
-            result = multiply(_rows(x), codes, scale, None if bias is None else bias.to(x.dtype))
+            rows: Tensor | Int8Tensor = Int8Tensor(_rows(x.values), x.scale, x.zero_point, x.dim, x.block_size)
         else:
-            scales = self.input_scale, self.input_zero_point
-            result = w8a8(_rows(x), codes, scale, bias, *scales, compute_dtype(x))
+            rows = _rows(x)
+        result = self._product(rows, codes, scale, bias, output_scale is not None)
         values = result.reshape(*shape[:-1], codes.shape[0])
         return values if output_scale is None else Int8Tensor(values, output_scale, self.output_zero_point)
-
-    def _of_codes(self, x: Int8Tensor, outputs: slice) -> Tensor:
-        self._check_multiplies_codes()
-        rows = Int8Tensor(_rows(x.values), x.scale, x.zero_point, x.dim, x.block_size)
-        weight = Int8Tensor(self.weight_codes[outputs], self.weight_scale[outputs], None, (1,))
-        return int8_matmul(rows, weight.t(), **self._result(outputs))
 
     def extra_repr(self) -> str:
         """Return what `print(layer)` shows between the brackets.
@@ -720,7 +729,8 @@ def w8a8(
 
     Args:
         weight: int8 codes, or floats in training. Floats are quantized here.
-        weight_scale: Scale of the codes. None if `weight` is floats.
+        weight_scale: Scale of the codes. Floats are quantized by it too. If it is None, each row of floats is quantized
+            by its own range.
         scale, zero_point: For `x`, one element each. If they are None, each row of `x` is quantized by its own range.
     """
     if torch_private.is_transformed():
@@ -792,9 +802,12 @@ def codes_to_share(op: str, codes: Int8Tensor | None, layer: nn.Module) -> Int8T
 
 
 def quantized_weight(weight: Tensor, scale: Tensor | None) -> Int8Tensor:
-    """Return the codes of a weight, which is given as floats, or as codes with their scale."""
+    """Return the codes of a weight, which is given as codes with their scale, or as floats with or without a scale."""
     dim = tuple(range(1, weight.dim()))
-    return quantize_int8(weight, dim=dim) if scale is None else Int8Tensor(weight, scale, None, dim)
+    if weight.is_floating_point():
+        return quantize_int8(weight, dim=dim) if scale is None else quantize_int8(weight, scale=scale)
+    assert scale is not None
+    return Int8Tensor(weight, scale, None, dim)
 
 
 class _W8A8(torch.autograd.Function):
@@ -875,9 +888,11 @@ def fake_inputs(x: Tensor, scale: Tensor | None, zero_point: Tensor | None, dim:
 
 def fake_weight(weight: Tensor, scale: Tensor | None) -> Tensor:
     """Return the dequantized weight in fp32. It is differentiable if the weight is given as floats."""
+    if not weight.is_floating_point():
+        return quantized_weight(weight, scale).dequantize()
     if scale is None:
         return fake_quantize_int8(weight.float(), dim=tuple(range(1, weight.dim())))
-    return quantized_weight(weight, scale).dequantize()
+    return fake_quantize_int8(weight.float(), scale=scale)
 
 
 class _WeightOnly(torch.autograd.Function):

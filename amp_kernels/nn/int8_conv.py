@@ -1,13 +1,17 @@
-"""Convolutions with int8 weights for inference: `Int8Conv2d` and `Int8Conv1d`.
+"""Convolutions with int8 weights for inference: `Int8Conv2d`, `Int8Conv1d` and their transposed forms.
 
 Inputs and results have torch's order of dimensions, `[B, C, H, W]` or `[B, C, L]`. In memory the results have the order
 of channels_last, because the kernels read and write pixels with their channels next to each other. An input in this
 order is read in place. The codes of any other input are copied into this order, one byte for each element.
+
+`Int8ConvTranspose2d` and `Int8ConvTranspose1d` have kernels that do not overlap (`up_convolve`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import torch_private
-from ..functional import Int8Tensor, int8_conv2d, quantize_int8
+from ..functional import Int8Tensor, int8_conv2d
 from ..ops import int8 as ops
 from .int8 import (
     Int8ProductLayer,
@@ -58,10 +62,129 @@ def steps_of(conv: Any) -> Steps:
     return {name: tuple((of_a_line[name] if len(value) == 1 else ()) + tuple(value)) for name, value in given.items()}
 
 
-class _Int8Conv(Int8ProductLayer):
-    _inputs = "in_channels times the size of the kernel"
+def kernels_do_not_overlap(conv: Any) -> bool:
+    """Return whether a transposed float convolution turns each pixel into a block of pixels of its own."""
+    is_plain = conv.groups == 1 and not any((*conv.padding, *conv.output_padding)) and {*conv.dilation} == {1}
+    return is_plain and tuple(conv.stride) == tuple(conv.weight.shape[2:])
+
+
+class _Int8ConvBase(Int8ProductLayer):
     _dims: int  # of an image
+    _float_class: Any
     groups, padding_mode = 1, "zeros"  # for code that reads them
+
+    def __init__(
+        self, like: Any, bias: bool, mode: Mode, device: torch.device | str | None, dtype: torch.dtype | None
+    ) -> None:
+        shape = like.out_channels, *like.kernel_size, like.in_channels
+        super().__init__(shape, bias, mode, device, dtype)
+        self.in_channels, self.out_channels, self.kernel_size = like.in_channels, like.out_channels, like.kernel_size
+        self.stride, self.padding, self.dilation = like.stride, like.padding, like.dilation
+
+    @classmethod
+    def from_conv(
+        cls,
+        conv: Any,
+        mode: Mode = "weight_only",
+        *,
+        weight: Int8Tensor | None = None,
+        input_scale: Tensor | None = None,
+        input_zero_point: Tensor | None = None,
+    ) -> Any:
+        """Return an int8 layer with the weights and the bias of a float layer.
+
+        Args:
+            conv: A layer of the class of torch that this class replaces, for example `torch.nn.Conv2d` for
+                `Int8Conv2d`. It must have `groups=1`, and `padding_mode="zeros"`. The kernels of a transposed
+                convolution must not overlap; see `Int8ConvTranspose2d`.
+            mode: `"weight_only"`, `"dynamic"` or `"static"`.
+            weight: Codes to share: symmetric, `[out_channels, *kernel_size, in_channels]`, with one scale for each
+                output channel. If it is None, the weight of `conv` is quantized.
+            input_scale: fp32 `[1]`, for `"static"` only.
+            input_zero_point: int32 `[1]`, for `"static"` only.
+
+        Returns:
+            The int8 layer, on the device and in the training mode of `conv`.
+
+        Raises:
+            ValueError: `conv` has groups or another `padding_mode`, or pads the end of a dimension more than its
+                beginning, or has kernels that overlap. Or `mode` is unknown, `input_scale` and `input_zero_point` do
+                not fit the mode, `weight` does not fit the layer, or an output sums more than 131071 products and
+                `mode` is not `"weight_only"`.
+
+        Examples:
+            >>> amp_kernels.nn.Int8Conv2d.from_conv(torch.nn.Conv2d(3, 8, 3, padding=1))
+            Int8Conv2d(3, 8, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1), mode=weight_only)
+        """
+        op = f"{cls.__name__}.from_conv"
+        check_scales_fit(op, mode, input_scale, input_zero_point)
+        cls._check_fits(op, conv)
+        codes = codes_to_share(op, weight, conv)
+        outputs, *taps, inputs = codes.shape
+        of_class: Any = cls  # the constructors of the subclasses differ in their arguments
+        layer = of_class(
+            inputs, outputs, taps, *cls._steps(conv), bias=False, mode=mode, device="meta", dtype=conv.weight.dtype
+        )
+        layer._take_over(conv, mode, codes, input_scale, input_zero_point)
+        return layer
+
+    @classmethod
+    def _check_fits(cls, op: str, conv: Any) -> None:
+        """Raise ValueError if this class cannot compute what `conv` does."""
+        if conv.groups != 1 or conv.padding_mode != "zeros":
+            raise ValueError(
+                f"{op}: conv must have groups=1 and padding_mode='zeros', got groups={conv.groups} and "
+                f"padding_mode={conv.padding_mode!r}; leave it in floating point"
+            )
+
+    @classmethod
+    def _steps(cls, conv: Any) -> tuple[Any, ...]:
+        """Return the arguments of the constructor between the size of the kernel and `bias`."""
+        return conv.stride, conv.padding, conv.dilation
+
+    def _computed(self, x: Tensor | Int8Tensor) -> Any:
+        """Return the result for an input of any shape that fits."""
+        kind, output_scale = type(self).__name__, self.output_scale
+        if output_scale is not None:
+            self._check_may_return_codes()
+        check_is_not_nested(kind, x)
+        shape = x.shape
+        if len(shape) not in (self._dims + 1, self._dims + 2) or shape[-self._dims - 1] != self.in_channels:
+            sizes = ("L", "H, W")[self._dims - 1]
+            raise ValueError(
+                f"{kind}: x must have shape (B, {self.in_channels}, {sizes}) or ({self.in_channels}, {sizes}), got "
+                f"{tuple(shape)}"
+            )
+        if isinstance(x, Int8Tensor):
+            images: Any = Int8Tensor(images_of(x.values, self._dims), x.scale, x.zero_point, x.dim, x.block_size)
+        else:
+            images = images_of(x, self._dims)
+        values = from_images(self._of_images(images, output_scale is not None), self._dims, len(shape))
+        return values if output_scale is None else Int8Tensor(values, output_scale, self.output_zero_point)
+
+    def _of_images(self, images: Any, returns_codes: bool) -> Tensor:
+        """Return the result [B, H, W, N] for images [B, H, W, C]."""
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        """Return what `print(layer)` shows between the brackets.
+
+        Returns:
+            Channels, kernel, steps and mode.
+
+        Examples:
+            >>> amp_kernels.nn.Int8Conv2d(3, 8, 3).extra_repr()
+            '3, 8, kernel_size=(3, 3), stride=(1, 1), mode=weight_only'
+        """
+        shown = [f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}"]
+        shown += [f"padding={self.padding!r}"] * any(steps_of(self)["padding"])
+        shown += [f"dilation={self.dilation}"] * any(step != 1 for step in self.dilation)
+        shown += ["bias=False"] * (self.bias is None) + [f"mode={self.mode}"]
+        return ", ".join(shown + ["int8 out"] * (self.output_scale is not None))
+
+
+class _Int8Conv(_Int8ConvBase):
+    _inputs = "in_channels times the size of the kernel"
 
     def __init__(
         self,
@@ -77,7 +200,7 @@ class _Int8Conv(Int8ProductLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         # The float layer checks these arguments, and turns each into a tuple.
-        like = self._float_class()(
+        like = self._float_class(
             in_channels, out_channels, kernel_size, stride, padding, dilation, bias=False, device="meta"
         )
         kind = type(self).__name__
@@ -86,66 +209,7 @@ class _Int8Conv(Int8ProductLayer):
                 f"{kind}: padding must add as many pixels at the end of a dimension as at its beginning, got 'same' "
                 f"for a kernel of {like.kernel_size} with dilation {like.dilation}; pad the input yourself"
             )
-        super().__init__((out_channels, *like.kernel_size, in_channels), bias, mode, device, dtype)
-        self.in_channels, self.out_channels, self.kernel_size = in_channels, out_channels, like.kernel_size
-        self.stride, self.padding, self.dilation = like.stride, like.padding, like.dilation
-
-    @classmethod
-    def _float_class(cls) -> Any:
-        return {1: nn.Conv1d, 2: nn.Conv2d}[cls._dims]
-
-    @classmethod
-    def from_conv(
-        cls,
-        conv: Any,
-        mode: Mode = "weight_only",
-        *,
-        weight: Int8Tensor | None = None,
-        input_scale: Tensor | None = None,
-        input_zero_point: Tensor | None = None,
-    ) -> Any:
-        """Return an int8 layer with the weights and the bias of a float layer.
-
-        Args:
-            conv: A `torch.nn.Conv2d` for `Int8Conv2d`, or a `torch.nn.Conv1d` for `Int8Conv1d`, with `groups=1` and
-                `padding_mode="zeros"`.
-            mode: `"weight_only"`, `"dynamic"` or `"static"`.
-            weight: Codes to share: symmetric, `[out_channels, *kernel_size, in_channels]`, with one scale for each
-                output channel. If it is None, the weight of `conv` is quantized.
-            input_scale: fp32 `[1]`, for `"static"` only.
-            input_zero_point: int32 `[1]`, for `"static"` only.
-
-        Returns:
-            The int8 layer, on the device and in the training mode of `conv`.
-
-        Raises:
-            ValueError: `conv` has groups or another `padding_mode`, or pads the end of a dimension more than its
-                beginning. Or `mode` is unknown, `input_scale` and `input_zero_point` do not fit the mode, `weight`
-                does not fit the layer, or an output sums more than 131071 products and `mode` is not `"weight_only"`.
-
-        Examples:
-            >>> amp_kernels.nn.Int8Conv2d.from_conv(torch.nn.Conv2d(3, 8, 3, padding=1))
-            Int8Conv2d(3, 8, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1), mode=weight_only)
-        """
-        op = f"{cls.__name__}.from_conv"
-        check_scales_fit(op, mode, input_scale, input_zero_point)
-        if conv.groups != 1 or conv.padding_mode != "zeros":
-            raise ValueError(
-                f"{op}: conv must have groups=1 and padding_mode='zeros', got groups={conv.groups} and "
-                f"padding_mode={conv.padding_mode!r}; leave it in floating point"
-            )
-        codes = codes_to_share(op, weight, conv)
-        outputs, *taps, inputs = codes.shape
-        layer = cls(
-            inputs, outputs, taps, conv.stride, conv.padding, conv.dilation, False,
-            mode, "meta", conv.weight.dtype,
-        )  # fmt: skip
-        layer._take_over(conv, mode, codes, input_scale, input_zero_point)
-        return layer
-
-    @property
-    def _order(self) -> tuple[int, ...]:
-        return (0, self._dims + 1, *range(1, self._dims + 1))
+        super().__init__(like, bias, mode, device, dtype)
 
     def forward(self, x: Tensor | Int8Tensor) -> Tensor | Int8Tensor:
         """Apply the layer.
@@ -169,66 +233,32 @@ class _Int8Conv(Int8ProductLayer):
             >>> layer(torch.ones(2, 3, 10, 10)).shape
             torch.Size([2, 8, 8, 8])
         """
-        kind, output_scale = type(self).__name__, self.output_scale
-        if output_scale is not None:
-            self._check_may_return_codes()
-        check_is_not_nested(kind, x)
-        shape = x.shape
-        if len(shape) not in (self._dims + 1, self._dims + 2) or shape[-self._dims - 1] != self.in_channels:
-            sizes = ("L", "H, W")[self._dims - 1]
-            raise ValueError(
-                f"{kind}: x must have shape (B, {self.in_channels}, {sizes}) or ({self.in_channels}, {sizes}), got "
-                f"{tuple(shape)}"
-            )
-        if isinstance(x, Int8Tensor):
-            result = self._of_codes(Int8Tensor(self._images(x.values), x.scale, x.zero_point, x.dim, x.block_size))
-        elif output_scale is not None:
-            scale, zero_point = self.input_scale, self.input_zero_point
-            result = self._of_codes(quantize_int8(self._images(x), scale=scale, zero_point=zero_point))
-        elif self.mode == "weight_only":
-            x = x.to(compute_dtype(x))
+        result: Tensor | Int8Tensor = self._computed(x)
+        return result
+
+    def _of_images(self, images: Any, returns_codes: bool) -> Tensor:
+        scales = self.input_scale, self.input_zero_point
+        if returns_codes and not isinstance(images, Int8Tensor):
+            images = codes_of(images, *scales)
+        if isinstance(images, Int8Tensor):
+            self._check_multiplies_codes()
+            taps = Int8Tensor(self._taps(self.weight_codes), self._taps(self.weight_scale))
+            return int8_conv2d(images, taps, **steps_of(self), **self._result(self.bias))
+        if self.mode == "weight_only":
+            images = images.to(compute_dtype(images))
             bias: Tensor | None = self.bias
-            bias = None if bias is None else bias.to(x.dtype)
-            weight = self._codes().dequantize(x.dtype)
-            result = convolve(self._images(x), self._taps(weight), bias, steps_of(self))
-        else:
-            scales = self.input_scale, self.input_zero_point
-            codes = self._taps(self.weight_codes), self._taps(self.weight_scale)
-            result = w8a8_conv(self._images(x), *codes, self.bias, *scales, steps_of(self), compute_dtype(x))
-        values = self._from_images(result, len(shape))
-        return values if output_scale is None else Int8Tensor(values, output_scale, self.output_zero_point)
+            bias = None if bias is None else bias.to(images.dtype)
+            return convolve(images, self._taps(self._codes().dequantize(images.dtype)), bias, steps_of(self))
+        codes = self._taps(self.weight_codes), self._taps(self.weight_scale)
+        return w8a8_conv(images, *codes, self.bias, *scales, steps_of(self), compute_dtype(images))
 
-    def _of_codes(self, x: Int8Tensor) -> Tensor:
-        self._check_multiplies_codes()
-        weight = Int8Tensor(self._taps(self.weight_codes), self._taps(self.weight_scale))
-        return int8_conv2d(x, weight, **steps_of(self), **self._result())
-
-    def _images(self, x: Tensor) -> Tensor:
-        """Return `x` as [B, H, W, C], a view."""
-        return images_of(x, self._dims)
+    @property
+    def _order(self) -> tuple[int, ...]:
+        return (0, self._dims + 1, *range(1, self._dims + 1))
 
     def _taps(self, weight: Tensor) -> Tensor:
         """Return codes or scales of the weight as [N, kernel height, kernel width, C] or [N, 1, 1, 1], a view."""
         return weight.unsqueeze(1) if self._dims == 1 else weight
-
-    def _from_images(self, result: Tensor, dims: int) -> Tensor:
-        return from_images(result, self._dims, dims)
-
-    def extra_repr(self) -> str:
-        """Return what `print(layer)` shows between the brackets.
-
-        Returns:
-            Channels, kernel, steps and mode.
-
-        Examples:
-            >>> amp_kernels.nn.Int8Conv2d(3, 8, 3).extra_repr()
-            '3, 8, kernel_size=(3, 3), stride=(1, 1), mode=weight_only'
-        """
-        shown = [f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}"]
-        shown += [f"padding={self.padding!r}"] * any(steps_of(self)["padding"])
-        shown += [f"dilation={self.dilation}"] * any(step != 1 for step in self.dilation)
-        shown += ["bias=False"] * (self.bias is None) + [f"mode={self.mode}"]
-        return ", ".join(shown + ["int8 out"] * (self.output_scale is not None))
 
 
 class Int8Conv2d(_Int8Conv):
@@ -289,6 +319,7 @@ class Int8Conv2d(_Int8Conv):
     """
 
     _dims = 2
+    _float_class = nn.Conv2d
 
 
 class Int8Conv1d(_Int8Conv):
@@ -319,6 +350,164 @@ class Int8Conv1d(_Int8Conv):
     """
 
     _dims = 1
+    _float_class = nn.Conv1d
+
+
+class _Int8ConvTranspose(_Int8ConvBase):
+    _inputs = "in_channels"
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | Sequence[int],
+        bias: bool = True,
+        mode: Mode = "weight_only",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        like = self._float_class(in_channels, out_channels, kernel_size, kernel_size, bias=False, device="meta")
+        super().__init__(like, bias, mode, device, dtype)
+        self.output_padding = like.output_padding
+
+    @staticmethod
+    def _terms(shape: Sequence[int]) -> int:
+        return shape[-1]
+
+    @classmethod
+    def _check_fits(cls, op: str, conv: Any) -> None:
+        if not kernels_do_not_overlap(conv):
+            given = ("stride", "padding", "output_padding", "dilation", "groups")
+            raise ValueError(
+                f"{op}: conv must have a stride equal to the size of its kernel {tuple(conv.weight.shape[2:])}, no "
+                "padding, no dilation and groups=1, got "
+                + ", ".join(f"{name}={getattr(conv, name)}" for name in given)
+                + "; leave it in floating point"
+            )
+
+    @classmethod
+    def _steps(cls, conv: Any) -> tuple[Any, ...]:
+        return ()
+
+    @property
+    def _order(self) -> tuple[int, ...]:
+        return (self._dims + 1, *range(self._dims + 1))
+
+    def forward(self, x: Tensor | Int8Tensor, output_size: Sequence[int] | None = None) -> Tensor | Int8Tensor:
+        """Apply the layer.
+
+        Args:
+            x: `[B, in_channels, H, W]` (for `Int8ConvTranspose1d` `[B, in_channels, L]`), or the same without `B`;
+                fp16, bf16 or fp32. In the modes `"dynamic"` and `"static"` also an `Int8Tensor` of this shape with one
+                scale.
+            output_size: None, or the size of the result, as in `torch.nn.ConvTranspose2d`. No other size is possible.
+
+        Returns:
+            `[B, out_channels, H * kernel height, W * kernel width]` in channels_last memory. It is a tensor, or an
+                `Int8Tensor` if the layer has an `output_scale`.
+
+        Raises:
+            TypeError: `x` has another dtype, is nested, or is an `Int8Tensor` in the mode `"weight_only"`.
+            ValueError: The shape of `x` does not fit, or `output_size` is not the size of the result.
+            RuntimeError: The layer returns codes, and is called inside a transform of `torch.func` or in forward-mode
+                differentiation.
+
+        Examples:
+            >>> layer = amp_kernels.nn.Int8ConvTranspose2d(8, 3, 2, mode="dynamic")
+            >>> layer(torch.ones(2, 8, 10, 10)).shape
+            torch.Size([2, 3, 20, 20])
+        """
+        check_output_size(self, x, output_size)
+        result: Tensor | Int8Tensor = self._computed(x)
+        return result
+
+    def _of_images(self, images: Any, returns_codes: bool) -> Tensor:
+        multiply = partial(self._product, returns_codes=returns_codes)
+        return up_convolve(images, self.weight_codes, self.weight_scale, self.bias, multiply)
+
+
+class Int8ConvTranspose2d(_Int8ConvTranspose):
+    """`torch.nn.ConvTranspose2d` with symmetric int8 weights, if its stride is the size of its kernel.
+
+    Such a layer, for example an up-convolution of a U-Net, turns each pixel into a block of pixels of its own. So its
+    result is one product of the pixels by a matrix `[in_channels, kernel height * kernel width * out_channels]`, put
+    into another order. All other transposed convolutions stay in floating point: those whose kernels overlap or leave
+    gaps, and those with padding, `output_padding`, dilation or groups.
+
+    | mode | what it computes |
+    |---|---|
+    | `"weight_only"` | The product of the pixels by the dequantized weight, as in `Int8Linear`. |
+    | `"dynamic"` | `int8_matmul` of codes. Each pixel is quantized, asymmetrically, by the range of its channels. |
+    | `"static"` | Like `"dynamic"`, with one range for all pixels. With `output_scale` the result is an `Int8Tensor`. |
+
+    There is one scale per output channel. A call copies the codes of the weight into the order of the result.
+
+    An input in channels_last memory is read in place. Results are in this memory too. An input in any other order is
+    copied first. Dtypes, gradients and autocast are as in `Int8Conv2d`.
+
+    The weights of a new layer are 0: load a state dict, or use `from_conv`.
+
+    Args:
+        in_channels: As in `torch.nn.ConvTranspose2d`.
+        out_channels: As in `torch.nn.ConvTranspose2d`.
+        kernel_size: As in `torch.nn.ConvTranspose2d`. It is the stride, too.
+        bias: Add a bias.
+        mode: `"weight_only"`, `"dynamic"` or `"static"`.
+        device: As in `torch.nn.ConvTranspose2d`.
+        dtype: As in `torch.nn.ConvTranspose2d`.
+
+    Attributes:
+        weight_codes: int8 `[out_channels, kernel height, kernel width, in_channels]`.
+        weight_scale: fp32 `[out_channels, 1, 1, 1]`.
+        weight_dtype: A 0 in the layer's dtype. State dicts hold it under the key `weight`.
+        mode_name: The mode in ASCII, uint8. State dicts hold it.
+        bias: `[out_channels]`, or None.
+        input_scale: fp32 `[1]` of a static layer, else None.
+        input_zero_point: int32 `[1]` of a static layer, else None.
+        output_scale: fp32 `[1]` if the layer returns codes, else None.
+        output_zero_point: int32 `[1]` if the layer returns codes, else None.
+
+    Raises:
+        ValueError: `mode` is unknown, or `in_channels` is above 131071 and `mode` is not `"weight_only"`.
+
+    Examples:
+        >>> layer = amp_kernels.nn.Int8ConvTranspose2d.from_conv(torch.nn.ConvTranspose2d(16, 4, 2, 2), mode="dynamic")
+        >>> layer
+        Int8ConvTranspose2d(16, 4, kernel_size=(2, 2), stride=(2, 2), mode=dynamic)
+        >>> layer(torch.ones(2, 16, 8, 8)).shape, layer.weight.shape, layer.weight_codes.shape
+        (torch.Size([2, 4, 16, 16]), torch.Size([16, 4, 2, 2]), torch.Size([4, 2, 2, 16]))
+    """
+
+    _dims = 2
+    _float_class = nn.ConvTranspose2d
+
+
+class Int8ConvTranspose1d(_Int8ConvTranspose):
+    """`torch.nn.ConvTranspose1d` with symmetric int8 weights, if its stride is the size of its kernel.
+
+    Everything is as in `Int8ConvTranspose2d`, for lines `[B, C, L]` in place of images. `weight_codes` is int8
+    `[out_channels, kernel size, in_channels]`, and `weight_scale` is fp32 `[out_channels, 1, 1]`.
+
+    Args:
+        in_channels: As in `torch.nn.ConvTranspose1d`.
+        out_channels: As in `torch.nn.ConvTranspose1d`.
+        kernel_size: As in `torch.nn.ConvTranspose1d`. It is the stride, too.
+        bias: Add a bias.
+        mode: `"weight_only"`, `"dynamic"` or `"static"`.
+        device: As in `torch.nn.ConvTranspose1d`.
+        dtype: As in `torch.nn.ConvTranspose1d`.
+
+    Raises:
+        ValueError: As `Int8ConvTranspose2d`.
+
+    Examples:
+        >>> layer = amp_kernels.nn.Int8ConvTranspose1d.from_conv(torch.nn.ConvTranspose1d(16, 4, 3, 3), mode="dynamic")
+        >>> layer(torch.ones(2, 16, 50)).shape
+        torch.Size([2, 4, 150])
+    """
+
+    _dims = 1
+    _float_class = nn.ConvTranspose1d
 
 
 class OnCodes(nn.Module):
@@ -359,6 +548,58 @@ def from_images(result: Tensor, dims: int, of_input: int) -> Tensor:
     result = result.permute(0, 3, 1, 2)
     result = result.squeeze(2) if dims == 1 else result
     return result.squeeze(0) if of_input == dims + 1 else result
+
+
+def up_convolve(
+    images: Tensor | Int8Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None,
+    multiply: Callable[[Any, Tensor, Tensor, Tensor | None], Tensor],
+) -> Tensor:
+    """Apply a transposed convolution whose kernels do not overlap, by one product for all pixels.
+
+    A pixel `x` of an image becomes a block of pixels: pixel (i, j) of the block is `weight[:, i, j] @ x + bias`.
+
+    Args:
+        images: [B, H, W, C].
+        weight: [N, kernel height, kernel width, C] or [N, kernel size, C], codes or floats.
+        scale: [N, 1, 1, 1] or [N, 1, 1].
+        bias: [N], or None.
+        multiply: Returns the product [M, taps * N] of pixels [M, C] and a weight [taps * N, C] with its scale and bias.
+
+    Returns:
+        [B, H * kernel height, W * kernel width, N].
+    """
+    outputs, *kernel, channels = weight.shape
+    taps, (height, width) = math.prod(kernel), (1, *kernel)[-2:]
+    batch, rows, columns, _ = images.shape
+    if isinstance(images, Int8Tensor):
+        values = images.values.reshape(-1, channels)
+        pixels: Any = Int8Tensor(values, images.scale, images.zero_point, images.dim, images.block_size)
+    else:
+        pixels = images.reshape(-1, channels)
+    # With the outputs of a pixel next to each other, the blocks are moved in long pieces. With `weight` as it is, each
+    # element would be moved alone, which takes a CPU 2 to 4 times as long (int8: 9 times or more). The copy of the
+    # weight takes 1% of the time of the product.
+    weight = weight.movedim(0, -2).reshape(taps * outputs, channels)
+    scale = scale.flatten().repeat(taps).unsqueeze(1)
+    result = multiply(pixels, weight, scale, None if bias is None else bias.repeat(taps))
+    blocks = result.view(batch, rows, columns, height, width, outputs).transpose(2, 3)
+    return blocks.reshape(batch, rows * height, columns * width, outputs)
+
+
+def check_output_size(layer: Any, x: Tensor | Int8Tensor, output_size: Sequence[int] | None) -> None:
+    """Raise ValueError if `output_size` is not the size of the result for `x`."""
+    if output_size is None:
+        return
+    kernel = layer.kernel_size
+    size = tuple(n * k for n, k in zip(x.shape[-len(kernel) :], kernel, strict=False))
+    if tuple(output_size[-len(kernel) :]) != size:
+        raise ValueError(
+            f"{type(layer).__name__}: output_size must be {size}, the size of the input times that of the kernel, got "
+            f"{tuple(output_size)}; leave the layer out with filter_fn"
+        )
 
 
 def convolve(images: Tensor, weight: Tensor, bias: Tensor | None, steps: Steps) -> Tensor:

@@ -8,8 +8,9 @@
 `amp_kernels.nn.Int8Linear` explains the modes weight-only, dynamic and static.
 
 These layers are converted: `torch.nn.Linear`, `amp_kernels.nn.Linear` without an activation, transformers' `Conv1D`,
-`torch.nn.Conv2d` and `torch.nn.Conv1d` without groups, and `torch.nn.Embedding`. Embeddings are among them because they
-can be most of a model: in a small sentence transformer they are two thirds of the bytes.
+`torch.nn.Conv2d` and `torch.nn.Conv1d` without groups, `torch.nn.ConvTranspose2d` and `torch.nn.ConvTranspose1d` whose
+stride is the size of the kernel, and `torch.nn.Embedding`. Embeddings are among them because they can be most of a
+model: in a small sentence transformer they are two thirds of the bytes.
 
 Each of the functions `quantize_`, `prepare_`, `prepare_qat_` and `convert_` sends a line to the logger "amp_kernels".
 The line lists the converted parameters and the unchanged parameters, with their shares of the bytes. Its level is INFO.
@@ -26,22 +27,32 @@ made no difference.
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .. import torch_private
 from ..functional import Int8Tensor, fake_quantize_int8, quantize_int8
-from ..nn import Int8Conv1d, Int8Conv2d, Int8Embedding, Int8Linear, Linear, MultiheadAttention
+from ..nn import (
+    Int8Conv1d,
+    Int8Conv2d,
+    Int8ConvTranspose1d,
+    Int8ConvTranspose2d,
+    Int8Embedding,
+    Int8Linear,
+    Linear,
+    MultiheadAttention,
+)
 from ..nn.attention import can_replace
 from ..nn.conversion import (
+    CONVOLUTIONS,
     LOG,
     LoadsItsKind,
     by_outputs,
@@ -52,6 +63,7 @@ from ..nn.conversion import (
     kept_weights,
     matrix,
     shares,
+    terms,
 )
 from ..nn.int8 import (
     ALL,
@@ -63,7 +75,17 @@ from ..nn.int8 import (
     renormalized,
     w8a8,
 )
-from ..nn.int8_conv import OnCodes, from_images, images_of, pads_both_ends_alike, steps_of, w8a8_conv
+from ..nn.int8_conv import (
+    OnCodes,
+    check_output_size,
+    from_images,
+    images_of,
+    kernels_do_not_overlap,
+    pads_both_ends_alike,
+    steps_of,
+    up_convolve,
+    w8a8_conv,
+)
 from ..ops.int8 import MAX_K
 from ..ops.table import DTYPE_CODES
 from .folding import FoldedBatchNorm, folded, is_batch_norm
@@ -89,13 +111,17 @@ def quantize_(
     """Replace linear layers, convolutions and embeddings of a model by int8 layers for inference.
 
     Layers are replaced if their class is `torch.nn.Linear`, transformers' `Conv1D`, `torch.nn.Conv2d`,
-    `torch.nn.Conv1d` or `torch.nn.Embedding`. A layer of the class `amp_kernels.nn.Linear` is replaced too, if it has
-    no activation. Layers of other subclasses of these classes are not replaced, since they may compute something else.
+    `torch.nn.Conv1d`, `torch.nn.ConvTranspose2d`, `torch.nn.ConvTranspose1d` or `torch.nn.Embedding`. A layer of the
+    class `amp_kernels.nn.Linear` is replaced too, if it has no activation. Layers of other subclasses of these classes
+    are not replaced, since they may compute something else.
     A weight that several layers share is quantized once and stays shared. If one of the layers that share a weight is
     not replaced, none of them is.
 
     A convolution is not replaced in three cases: `groups` is above 1, as for a depthwise convolution. `padding_mode` is
     not `"zeros"`. Or `padding="same"` needs one more pixel at the end of a dimension than at its beginning.
+
+    A transposed convolution is replaced if its stride is the size of its kernel, as in the up-convolutions of a U-Net,
+    and if it has no padding, `output_padding`, dilation or groups.
 
     Scheme: symmetric codes per output row or channel, `scale = absmax / 127` (Jacob et al. 2018; Wu et al. 2020); see
     `quantize_int8`.
@@ -139,9 +165,8 @@ def quantize_(
     def int8_layer(layer: Any) -> Any:
         if isinstance(layer, nn.Embedding):
             return codes.give(layer, partial(Int8Embedding.from_embedding, layer))
-        if isinstance(layer, nn.Conv1d | nn.Conv2d):
-            kind = Int8Conv2d if isinstance(layer, nn.Conv2d) else Int8Conv1d
-            return codes.give(layer, partial(kind.from_conv, layer, mode))
+        if isinstance(layer, CONVOLUTIONS):
+            return codes.give(layer, partial(_of_its_class(_INT8_CONVOLUTIONS, layer).from_conv, layer, mode))
         return codes.give(layer, partial(Int8Linear.from_linear, layer, mode))
 
     return _exchange_layers("quantize_", model, filter_fn, int8_layer, needs_int8_input=mode == "dynamic")
@@ -542,26 +567,22 @@ class QATLinear(_PreparedLinear):
 
 
 class _PreparedConv(_Prepared):
-    """`nn.Conv1d` or `nn.Conv2d` for `convert_`."""
+    """A convolution for `convert_`."""
 
     @classmethod
     def from_conv(cls, conv: Any, observes: bool) -> Any:
         """Return a layer with the parameters of a float layer."""
         made: Any = cls
-        outputs, inputs, *taps = conv.weight.shape
-        layer = made(
-            inputs, outputs, taps, conv.stride, conv.padding, conv.dilation,
-            bias=conv.bias is not None, device="meta",
-        )  # fmt: skip
+        outputs, *taps, inputs = by_outputs(conv).shape
+        options = {"dilation": conv.dilation, "bias": conv.bias is not None, "device": "meta"}
+        layer = made(inputs, outputs, taps, conv.stride, conv.padding, **options)
         layer.weight, layer.bias = conv.weight, conv.bias
         layer.observer = MinMaxObserver(conv.weight.device) if observes else None
         return layer.train(conv.training)
 
-    def convert(self, weight: Int8Tensor) -> Int8Conv1d | Int8Conv2d:
+    def convert(self, weight: Int8Tensor) -> Any:
         """Return the int8 layer with these codes of the weight."""
-        kind = Int8Conv2d if isinstance(self, nn.Conv2d) else Int8Conv1d
-        made: Int8Conv1d | Int8Conv2d = self._converted(kind.from_conv, weight)
-        return made
+        return self._converted(_of_its_class(_INT8_CONVOLUTIONS, self).from_conv, weight)
 
 
 class _ObservedConv(_PreparedConv):
@@ -571,6 +592,12 @@ class _ObservedConv(_PreparedConv):
         self.observer(x)
         result: Tensor = super().forward(x)
         return result
+
+
+class _ObservedConvTranspose(_ObservedConv):
+    def forward(self, x: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
+        check_output_size(self, x, output_size)
+        return super().forward(x)
 
 
 class _QATConv(_PreparedConv):
@@ -583,6 +610,21 @@ class _QATConv(_PreparedConv):
         steps, dtype = steps_of(self), compute_dtype(x)
         result = w8a8_conv(images_of(x, lines), weight, None, self.bias, scale, zero_point, steps, dtype)
         return from_images(result, lines, x.dim())
+
+
+class _QATConvTranspose(_QATConv):
+    def forward(self: Any, x: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
+        check_is_not_nested(type(self).__name__, x)
+        check_output_size(self, x, output_size)
+        scale_of_x, zero_point = self._affine_of(x)
+
+        def multiply(pixels: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+            return w8a8(pixels, weight, scale, bias, scale_of_x, zero_point, compute_dtype(pixels))
+
+        weight = by_outputs(self)
+        dims = weight.dim() - 2
+        result = up_convolve(images_of(x, dims), weight, codes_of_weight(self).scale, self.bias, multiply)
+        return from_images(result, dims, x.dim())
 
 
 class ObservedConv1d(_ObservedConv, nn.Conv1d):
@@ -599,6 +641,22 @@ class QATConv1d(_QATConv, nn.Conv1d):
 
 class QATConv2d(_QATConv, nn.Conv2d):
     """`torch.nn.Conv2d` that computes in int8, and trains its float weight; `prepare_qat_` makes it."""
+
+
+class ObservedConvTranspose1d(_ObservedConvTranspose, nn.ConvTranspose1d):
+    """`torch.nn.ConvTranspose1d` that records the range of its inputs; `prepare_` makes it."""
+
+
+class ObservedConvTranspose2d(_ObservedConvTranspose, nn.ConvTranspose2d):
+    """`torch.nn.ConvTranspose2d` that records the range of its inputs; `prepare_` makes it."""
+
+
+class QATConvTranspose1d(_QATConvTranspose, nn.ConvTranspose1d):
+    """`torch.nn.ConvTranspose1d` that computes in int8, and trains its float weight; `prepare_qat_` makes it."""
+
+
+class QATConvTranspose2d(_QATConvTranspose, nn.ConvTranspose2d):
+    """`torch.nn.ConvTranspose2d` that computes in int8, and trains its float weight; `prepare_qat_` makes it."""
 
 
 class PreparedEmbedding(LoadsItsKind, nn.Embedding):
@@ -632,20 +690,30 @@ class QATEmbedding(PreparedEmbedding):
 
 
 # ---------------------------------------------------------------------------------------------------------- helpers
+# The layers that take the place of each convolution, in the order of `CONVOLUTIONS`.
+_INT8_CONVOLUTIONS = (Int8Conv1d, Int8Conv2d, Int8ConvTranspose1d, Int8ConvTranspose2d)
+_OBSERVED_CONVOLUTIONS = (ObservedConv1d, ObservedConv2d, ObservedConvTranspose1d, ObservedConvTranspose2d)
+_QAT_CONVOLUTIONS = (QATConv1d, QATConv2d, QATConvTranspose1d, QATConvTranspose2d)
+
+
+def _of_its_class(classes: tuple[Any, ...], layer: nn.Module) -> Any:
+    """Return the class for a convolution from one of the tuples above."""
+    return next(ours for ours, theirs in zip(classes, CONVOLUTIONS, strict=True) if isinstance(layer, theirs))
+
+
 def _observed(layer: Any) -> Any:
     if isinstance(layer, nn.Embedding):
         return PreparedEmbedding.from_embedding(layer)
-    if isinstance(layer, nn.Conv1d | nn.Conv2d):
-        return (ObservedConv2d if isinstance(layer, nn.Conv2d) else ObservedConv1d).from_conv(layer, observes=True)
+    if isinstance(layer, CONVOLUTIONS):
+        return _of_its_class(_OBSERVED_CONVOLUTIONS, layer).from_conv(layer, observes=True)
     return ObservedLinear.from_linear(layer)
 
 
 def _for_qat(layer: Any, mode: Literal["dynamic", "static"]) -> Any:
     if isinstance(layer, nn.Embedding):
         return QATEmbedding.from_embedding(layer)
-    if isinstance(layer, nn.Conv1d | nn.Conv2d):
-        kind = QATConv2d if isinstance(layer, nn.Conv2d) else QATConv1d
-        return kind.from_conv(layer, observes=mode == "static")
+    if isinstance(layer, CONVOLUTIONS):
+        return _of_its_class(_QAT_CONVOLUTIONS, layer).from_conv(layer, observes=mode == "static")
     return QATLinear.from_linear(layer, mode)
 
 
@@ -695,7 +763,7 @@ def _exchange_layers(
     _exchange(model, split)
     try:
         found, spared = _find(op, root, filter_fn, needs_int8_input)
-        pairs = folded(root, [layer for layer in found if isinstance(layer, nn.Conv1d | nn.Conv2d)], in_place=in_place)
+        pairs = folded(root, [layer for layer in found if isinstance(layer, CONVOLUTIONS)], in_place=in_place)
         stand_ins = {pair.conv: pair.stand_in(in_place=in_place) for pair in pairs}
         new = {layer: make(stand_ins.get(layer, layer)) for layer in found}
     except BaseException:
@@ -737,13 +805,12 @@ def _find(op: str, model: nn.Module, filter_fn: FilterFn | None, needs_int8_inpu
     kept = kept_weights(model, taken)
     found = {layer: name for layer, name in taken.items() if id(layer.weight) not in kept}
     for layer, name in found.items():
-        weight = by_outputs(layer)
-        if weight.dtype not in DTYPE_CODES:
+        if layer.weight.dtype not in DTYPE_CODES:
             raise TypeError(
-                f"{op}: the weight of {name!r} must be float32, float16 or bfloat16, got {weight.dtype}; "
+                f"{op}: the weight of {name!r} must be float32, float16 or bfloat16, got {layer.weight.dtype}; "
                 "leave the layer out with filter_fn"
             )
-        inputs = math.prod(weight.shape[1:])
+        inputs = terms(layer)
         if needs_int8_input and inputs > MAX_K and not isinstance(layer, nn.Embedding):
             raise ValueError(
                 f"{op}: {name!r} must have at most {MAX_K} inputs, got {inputs}; leave it out with filter_fn"
@@ -774,14 +841,31 @@ def _what_was_done(model: nn.Module) -> str:
 def _is_known(layer: nn.Module) -> bool:
     """Return whether a layer can be replaced.
 
-    It can if it is an `nn.Linear`, a Conv1D, an `nn.Embedding`, a `Linear` without activation, or a convolution that
-    `int8_conv2d` can compute.
+    It can if it is an `nn.Linear`, a Conv1D, an `nn.Embedding`, a `Linear` without activation, a convolution that
+    `int8_conv2d` can compute, or a transposed convolution whose kernels do not overlap.
     """
     if type(layer) is Linear:
         return layer.activation is None
     if type(layer) in (nn.Conv1d, nn.Conv2d):
         return bool(layer.groups == 1 and pads_both_ends_alike(layer))
+    if type(layer) in (nn.ConvTranspose1d, nn.ConvTranspose2d):
+        return kernels_do_not_overlap(layer)
     return type(layer) in (nn.Linear, nn.Embedding) or is_conv1d(layer)
+
+
+def left_in_float(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the layers with matrices that `quantize_` leaves in floating point, by their names in the model."""
+    done: set[Any] = {layer for layer in model.modules() if _is_known(layer)}
+    for module in model.modules():
+        if can_replace(module):
+            done |= {module, module.out_proj}
+    kept = kept_weights(model, done)
+
+    def is_left(layer: nn.Module) -> bool:
+        own = [p for p in layer.parameters(recurse=False) if is_lazy(p) or p.dim() > 1]
+        return bool(own) and (layer not in done or any(id(p) in kept for p in own))
+
+    return {name: layer for name, layer in model.named_modules() if is_left(layer)}
 
 
 def _check_has_no_hooks(op: str, name: str, layer: nn.Module) -> None:

@@ -27,10 +27,15 @@ from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
 from torch.utils._pytree import tree_leaves
 
-from ..nn.conversion import LoadsItsKind, has_hooks
+from ..nn.conversion import LoadsItsKind, by_outputs, has_hooks, is_transposed
 
 _OWN = vars(nn.Module()).keys()  # what every module has
-_NORMS = {nn.Conv1d: nn.BatchNorm1d, nn.Conv2d: nn.BatchNorm2d}
+_NORMS = {
+    nn.Conv1d: nn.BatchNorm1d,
+    nn.Conv2d: nn.BatchNorm2d,
+    nn.ConvTranspose1d: nn.BatchNorm1d,
+    nn.ConvTranspose2d: nn.BatchNorm2d,
+}
 
 
 class FoldedBatchNorm(LoadsItsKind, nn.Identity):
@@ -114,7 +119,7 @@ def folded(model: nn.Module, convolutions: Collection[Any], *, in_place: bool) -
         if conv not in convolutions or type(norm) is not _NORMS[type(conv)] or norm.running_mean is None:
             return False
         parameters = [*conv.parameters(), *norm.parameters()]
-        if norm.num_features != conv.weight.shape[0] or uses[id(conv)] != 1 or uses[id(norm)] != 1:
+        if norm.num_features != by_outputs(conv).shape[0] or uses[id(conv)] != 1 or uses[id(norm)] != 1:
             return False
         if any(owners[id(p)] != 1 for p in parameters):
             return False
@@ -151,7 +156,9 @@ def _storages(model: nn.Module) -> Iterator[int]:
 def _folded(conv: Any, norm: Any) -> Folded:
     bias, scale, shift = (None if side is None else side.float() for side in (conv.bias, norm.weight, norm.bias))
     mean, var = norm.running_mean.float(), norm.running_var.float()
-    weight, bias = fuse_conv_bn_weights(conv.weight.float(), bias, mean, var, norm.eps, scale, shift)
+    weight, bias = fuse_conv_bn_weights(
+        conv.weight.float(), bias, mean, var, norm.eps, scale, shift, transpose=is_transposed(conv)
+    )
     return Folded(conv, norm, weight.to(conv.weight.dtype), bias.to(conv.weight.dtype))
 
 

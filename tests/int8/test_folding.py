@@ -191,6 +191,17 @@ MODELS = {  # the model, the channels of its input, and how many of its batch no
     "sequence": (in_sequence, 3, 1),
     "without bias": (lambda: in_sequence(bias=False), 3, 1),
     "without affine": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8, affine=False)), 3, 1),
+    "transposed": (lambda: nn.Sequential(nn.ConvTranspose2d(8, 8, 2, 2), nn.BatchNorm2d(8), nn.ReLU()), 8, 1),
+    "other transposed": (
+        lambda: nn.Sequential(nn.ConvTranspose2d(3, 8, 3, 2), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 1)),
+        3,
+        0,
+    ),
+    "transposed without bias": (
+        lambda: nn.Sequential(nn.ConvTranspose2d(3, 8, (2, 3), (2, 3), bias=False), nn.BatchNorm2d(8)),
+        3,
+        1,
+    ),
     "residual": (Residual, 8, 2),
     "nested": (lambda: nn.Sequential(in_sequence(padding=1), Residual(), nn.Sequential(Residual())), 3, 5),
     "branches": (Branches, 3, 0),
@@ -301,15 +312,16 @@ def test_hooks_and_other_owners_keep_a_batch_norm():
     assert norms(quantize_(batch)) == 1
 
 
-def test_lines_and_16_bits():
-    model = nn.Sequential(nn.Conv1d(3, 8, 3), nn.BatchNorm1d(8))
+@pytest.mark.parametrize("kind", [nn.Conv1d, nn.ConvTranspose1d])
+def test_lines_and_16_bits(kind):
+    model = nn.Sequential(kind(3, 8, 3, 3), nn.BatchNorm1d(8))
     model = trained(model)
     x = randn(4, 3, 20)
     before = model(x)
     half = quantize_(copy.deepcopy(model).bfloat16())
     assert norms(half) == 0 and half[0].bias.dtype == half[0].weight.dtype == torch.bfloat16
     assert (half(x.bfloat16()).float() - before).abs().max() <= 0.03 * before.abs().max()
-    mixed = trained(nn.Sequential(nn.Conv1d(3, 8, 3, bias=False), nn.BatchNorm1d(8)))
+    mixed = trained(nn.Sequential(kind(3, 8, 3, 3, bias=False), nn.BatchNorm1d(8)))
     before = mixed(x)
     mixed[0].bfloat16()
     mixed = quantize_(mixed)

@@ -1,4 +1,4 @@
-"""Int8Conv2d and Int8Conv1d against their formulas, and the conversions of models with convolutions."""
+"""int8 convolutions, transposed ones too, against their formulas, and the conversions of models with convolutions."""
 
 import copy
 import io
@@ -11,7 +11,7 @@ from torch import nn
 
 import amp_kernels
 from amp_kernels import Int8Tensor, reference
-from amp_kernels.nn import Int8Conv1d, Int8Conv2d
+from amp_kernels.nn import Int8Conv1d, Int8Conv2d, Int8ConvTranspose1d, Int8ConvTranspose2d
 from amp_kernels.quantization import convert_, prepare_, prepare_qat_, quantize_
 from amp_kernels.testing import DTYPES, error_and_allowed, randn
 
@@ -28,7 +28,23 @@ CONVOLUTIONS = {
     "no_images": (lambda: nn.Conv2d(5, 7, 3), (0, 5, 9, 8)),
     "line": (lambda: nn.Conv1d(5, 7, 3, 2, 1, 2), (2, 5, 20)),
     "one_line": (lambda: nn.Conv1d(5, 7, 4), (5, 20)),
+    "up": (lambda: nn.ConvTranspose2d(5, 7, 2, 2), (2, 5, 9, 8)),
+    "up_uneven": (lambda: nn.ConvTranspose2d(16, 6, (3, 2), (3, 2), bias=False), (3, 16, 4, 5)),
+    "up_one_image": (lambda: nn.ConvTranspose2d(5, 7, 2, 2), (5, 9, 8)),
+    "up_no_images": (lambda: nn.ConvTranspose2d(5, 7, 2, 2), (0, 5, 9, 8)),
+    "up_line": (lambda: nn.ConvTranspose1d(5, 7, 3, 3), (2, 5, 20)),
+    "up_one_line": (lambda: nn.ConvTranspose1d(5, 7, 3, 3), (5, 20)),
 }
+KINDS = {  # the int8 layer, and torch's function
+    nn.Conv1d: (Int8Conv1d, F.conv1d),
+    nn.Conv2d: (Int8Conv2d, F.conv2d),
+    nn.ConvTranspose1d: (Int8ConvTranspose1d, F.conv_transpose1d),
+    nn.ConvTranspose2d: (Int8ConvTranspose2d, F.conv_transpose2d),
+}
+
+
+def is_up(original):
+    return isinstance(original, nn.ConvTranspose1d | nn.ConvTranspose2d)
 
 
 def convolution(name, dtype=torch.float32, device="cpu"):
@@ -41,7 +57,7 @@ def convolution(name, dtype=torch.float32, device="cpu"):
 
 
 def int8_layer(mode, layer):
-    kind = Int8Conv1d if isinstance(layer, nn.Conv1d) else Int8Conv2d
+    kind = KINDS[type(layer)][0]
     if mode != "static":
         return kind.from_conv(layer, mode)
     scale = torch.tensor([SCALE], device=layer.weight.device)
@@ -49,18 +65,27 @@ def int8_layer(mode, layer):
 
 
 def fake_inputs(layer, x):
-    """x with the values of its codes, by the specification. Each image has its own range if the layer is dynamic."""
+    """x with the values of its codes, by the specification. In a dynamic layer each image has its own range.
+
+    In a transposed one each pixel has its own.
+    """
     if layer.mode == "static":
         given = {"scale": layer.input_scale, "zero_point": layer.input_zero_point}
         return reference.fake_quantize_int8(x.float(), **given)[0]
     batch = x if x.dim() == layer.weight.dim() else x.unsqueeze(0)
-    dims = tuple(range(1, batch.dim()))
+    dims = ranges(layer, batch)
     return reference.fake_quantize_int8(batch.float(), dim=dims, symmetric=False)[0].view_as(x)
 
 
+def ranges(layer, batch):
+    """The dimensions of a batch whose elements share a range in a dynamic layer."""
+    is_transposed = isinstance(layer, Int8ConvTranspose1d | Int8ConvTranspose2d)
+    return (1,) if is_transposed else tuple(range(1, batch.dim()))
+
+
 def convolved(layer, original, x, weight, bias):
-    convolve = F.conv1d if isinstance(original, nn.Conv1d) else F.conv2d
-    return convolve(x, weight, bias, original.stride, original.padding, original.dilation)
+    options = {"stride": original.stride, "padding": original.padding, "dilation": original.dilation}
+    return KINDS[type(original)][1](x, weight, bias, **options)
 
 
 @pytest.fixture(autouse=True)
@@ -79,12 +104,14 @@ def test_a_layer_is_the_convolution_of_what_its_codes_stand_for(mode, name, dtyp
     y = layer(x)
     assert y.shape == original(x).shape and y.dtype == x.dtype
     assert layer.weight.shape == original.weight.shape and layer.weight.dtype == original.weight.dtype
-    dims = tuple(range(1, original.weight.dim()))
+    dims = [d for d in range(original.weight.dim()) if d != is_up(original)]
     weight = reference.fake_quantize_int8(original.weight.detach().float(), dim=dims)[0]
     assert torch.equal(layer.weight.float(), weight.to(x.dtype).float())
     values = None if original.bias is None else original.bias.detach()
-    if mode == "weight_only":
+    if mode == "weight_only" and not is_up(original):
         weight, inputs = weight.to(x.dtype), x
+    elif mode == "weight_only":  # multiplies by codes, as Int8Linear
+        inputs, values = x.float(), None if values is None else values.float()
     else:
         inputs = fake_inputs(layer, x)
         values = None if values is None else values.float()
@@ -112,23 +139,41 @@ def test_sums_are_exact(mode, device):
     assert torch.equal(layer(x), expected.permute(0, 3, 1, 2))
 
 
+@pytest.mark.parametrize("mode", ["dynamic", "static"])
+def test_sums_of_a_transposed_convolution_are_exact(mode, device):
+    """Each tap of the kernel alone."""
+    original, x = convolution("up_uneven", device=device)
+    layer = int8_layer(mode, original)
+    pixels = x.permute(0, 2, 3, 1).reshape(-1, 16)
+    given = {"scale": layer.input_scale, "zero_point": layer.input_zero_point}
+    given = {"dim": (-1,), "symmetric": False} if mode == "dynamic" else given
+    values, scale, zero_point = reference.quantize_int8(pixels, **given)
+    y = layer(x)
+    for i, j in itertools.product(range(3), range(2)):
+        weight, of_weight = layer.weight_codes[:, i, j].t(), layer.weight_scale.view(1, -1)
+        expected = reference.int8_matmul(values, weight, scale, zero_point, of_weight, None)
+        assert torch.equal(y[:, :, i::3, j::2], expected.view(3, 4, 5, 6).permute(0, 3, 1, 2))
+
+
+@pytest.mark.parametrize("name", ["3x3", "up"])
 @pytest.mark.parametrize("mode", MODES)
-def test_memory_orders_of_the_input(mode, device):
-    original, x = convolution("3x3", device=device)
+def test_memory_orders_of_the_input(mode, name, device):
+    original, x = convolution(name, device=device)
     layer = int8_layer(mode, original)
     expected = layer(x.to(memory_format=torch.channels_last))
-    assert expected.is_contiguous(memory_format=torch.channels_last) or mode == "weight_only"
+    assert expected.is_contiguous(memory_format=torch.channels_last) or (mode, name) == ("weight_only", "3x3")
     for view in (x, x.transpose(2, 3).contiguous().transpose(2, 3), torch.cat([x, x], 3)[..., : x.shape[3]]):
         torch.testing.assert_close(layer(view), expected, rtol=0, atol=0 if mode != "weight_only" else 1e-5)
 
 
-def test_an_image_has_the_same_result_in_any_batch(device):
-    original, x = convolution("3x3", device=device)
+@pytest.mark.parametrize("name", ["3x3", "up"])
+def test_an_image_has_the_same_result_in_any_batch(name, device):
+    original, x = convolution(name, device=device)
     layer, x = int8_layer("dynamic", original), torch.cat([x, 100 * x])
     assert torch.equal(layer(x)[:1], layer(x[:1])) and torch.equal(layer(x)[0], layer(x[0]))
 
 
-@pytest.mark.parametrize("name", ["3x3", "strided", "line"])
+@pytest.mark.parametrize("name", ["3x3", "strided", "line", "up", "up_line"])
 @pytest.mark.parametrize("mode", MODES)
 def test_gradients_are_those_of_the_quantized_convolution(mode, name, device):
     original, x = convolution(name, device=device)
@@ -141,7 +186,7 @@ def test_gradients_are_those_of_the_quantized_convolution(mode, name, device):
     other = (4 * x).requires_grad_()
     inputs = other
     if mode != "weight_only":
-        options = {"dim": tuple(range(1, x.dim())), "symmetric": False}
+        options = {"dim": ranges(layer, x), "symmetric": False}
         if mode == "static":
             options = {"scale": layer.input_scale, "zero_point": layer.input_zero_point}
         inputs = amp_kernels.fake_quantize_int8(other, **options)
@@ -152,15 +197,16 @@ def test_gradients_are_those_of_the_quantized_convolution(mode, name, device):
     torch.testing.assert_close(layer.bias.grad, grad.sum(dims), rtol=1e-5, atol=1e-5)
 
 
-def test_second_derivatives_and_transforms(device):
+@pytest.mark.parametrize("name", ["3x3", "up"])
+def test_second_derivatives_and_transforms(name, device):
     """The truth is torch's convolution of fake-quantized values."""
-    original, x = convolution("3x3", device=device)
+    original, x = convolution(name, device=device)
     layer = int8_layer("dynamic", original)
     weight, bias = layer.weight.clone(), layer.bias.detach()
 
     def by_torch(x):
-        inputs = amp_kernels.fake_quantize_int8(x, dim=(1, 2, 3), symmetric=False)
-        return F.conv2d(inputs, weight, bias, padding=1)
+        inputs = amp_kernels.fake_quantize_int8(x, dim=ranges(layer, x), symmetric=False)
+        return convolved(layer, original, inputs, weight, bias)
 
     def second(function):
         leaf = x.clone().requires_grad_()
@@ -203,6 +249,67 @@ def test_codes_pass_from_layer_to_layer(device):
     assert "int8 out" in repr(one)
 
 
+def test_codes_pass_through_transposed_convolutions(device):
+    layers = [nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.ConvTranspose2d(8, 6, 2, 2), nn.BatchNorm2d(6), nn.ReLU()]
+    torch.manual_seed(0)
+    model = nn.Sequential(*layers, nn.MaxPool2d(3, 2), nn.ConvTranspose2d(6, 4, 3, 3), nn.Flatten(), nn.Linear(576, 5))
+    model, x = model.eval().to(device), randn(4, 3, 5, 5).to(device)
+    expected = model(x)
+    prepare_(model)(x)
+    int8 = convert_(model)
+    passes = [layer.output_scale is not None for layer in int8 if hasattr(layer, "output_scale")]
+    assert passes == [True, True, True, False] and isinstance(int8[:3](x), Int8Tensor)
+    y = int8(x)
+    assert (y - expected).abs().max() <= 0.03 * expected.abs().max()
+    # The same bits as if all layers passed numbers.
+    for layer in int8:
+        if hasattr(layer, "output_scale"):
+            layer.output_scale = layer.output_zero_point = None
+    int8[1] = int8[4] = nn.ReLU()
+    assert torch.equal(int8(x), y)
+
+
+def test_output_size_is_checked(device):
+    """U-Nets may ask for the size of an earlier result, which is odd if that was pooled."""
+    original, x = convolution("up", device=device)
+    expected, wrong = original(x), (19, 17)
+    assert original(x, output_size=wrong).shape == (2, 7, 19, 17)
+    layers = [prepare_(copy.deepcopy(original)), *(prepare_qat_(copy.deepcopy(original), m) for m in MODES[1:])]
+    layers += [int8_layer(mode, original) for mode in MODES]
+    for layer in layers:
+        for size in ((18, 16), [18, 16], expected.shape):
+            assert torch.equal(layer(x, output_size=size), layer(x))
+        with pytest.raises(
+            ValueError, match=r"output_size must be \(18, 16\), the size of the input .* got \(19, 17\)"
+        ):
+            layer(x, output_size=wrong)
+
+
+def test_products_of_a_transposed_convolution_are_over_channels():
+    """A kernel may be larger than the longest sum of int8 products, as in decoders of vision transformers."""
+    original = nn.ConvTranspose2d(32, 1, 64, 64)
+    x = randn(1, 32, 2, 2)
+    expected = original(x)
+    for int8 in (quantize_(copy.deepcopy(original), "dynamic"), convert_(prepare_qat_(copy.deepcopy(original)))):
+        assert (int8(x) - expected).norm() <= 0.02 * expected.norm()
+
+
+def test_a_weight_that_a_convolution_shares_with_a_transposed_one():
+    """As in an autoencoder. Their outputs are different dimensions of the weight, so each has codes of its own."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 2, 2), nn.ConvTranspose2d(8, 3, 2, 2))
+    model[1].weight, x = model[0].weight, randn(2, 3, 8, 8)
+    expected = model(x)
+    for int8 in (quantize_(copy.deepcopy(model), "dynamic"), convert_(prepare_qat_(copy.deepcopy(model)))):
+        assert int8[0].weight_codes.shape == (8, 2, 2, 3) and int8[1].weight_codes.shape == (3, 2, 2, 8)
+        assert (int8(x) - expected).norm() <= 0.03 * expected.norm()
+    with pytest.raises(TypeError, match="weight must be the weight of another int8 layer of shape"):
+        int8[1].weight = int8[0].weight
+    two = nn.ModuleList([nn.ConvTranspose2d(8, 3, 2, 2), nn.ConvTranspose2d(8, 3, 2, 2)])
+    two[1].weight = two[0].weight
+    assert quantize_(two)[0].weight_codes is two[1].weight_codes
+
+
 # ------------------------------------------------------------------------------------------------------- models
 def network():
     torch.manual_seed(0)
@@ -214,6 +321,23 @@ def network():
         nn.Conv2d(8, 8, 3, groups=8),
     ]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)).eval()
+
+
+def up_network():
+    torch.manual_seed(0)
+    layers = [
+        nn.Conv2d(3, 8, 3, 2, 1),
+        nn.ReLU(),
+        nn.ConvTranspose2d(8, 6, (2, 3), (2, 3), bias=False),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.ConvTranspose2d(6, 8, 2, 2),
+    ]
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)).eval()
+    with torch.no_grad():
+        model[3].running_mean.normal_()
+        model[3].running_var.uniform_(0.3, 3)
+    return model
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -251,6 +375,36 @@ def test_a_network_is_converted_and_saved(mode, backend, device, tmp_path):
         network().to(device).load_state_dict(converted.state_dict())
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("mode", ["dynamic", "static"])
+def test_training_for_int8_of_transposed_convolutions_ends_in_the_same_bits(mode, dtype, backend, device):
+    model, x = up_network().to(device, DTYPES[dtype]), randn(8, 3, 12, 12, dtype=DTYPES[dtype]).to(device)
+    with torch.no_grad():
+        model[5].weight[:, 2] = 0  # a channel without a range
+    expected, weight, bias = model(x), model[2].weight, model[3].bias
+    prepare_qat_(model, mode)
+    assert type(model[3]) is not nn.BatchNorm2d and model[2].weight is weight and model[2].bias is bias
+    model.train()(x).square().mean().backward()
+    assert all(p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
+    trained = model.eval()(x)
+    assert (trained - expected).norm() <= 0.03 * expected.norm()
+    converted = convert_(model)
+    assert [type(converted[i]) for i in (2, 5)] == [Int8ConvTranspose2d] * 2 and converted[2].mode == mode
+    assert torch.equal(converted(x), trained)
+
+
+@pytest.mark.parametrize("name", ["up", "up_line"])
+def test_gradients_of_a_weight_in_training_are_those_of_torch(name, device):
+    original, x = convolution(name, device=device)
+    layer = prepare_qat_(copy.deepcopy(original))
+    grad = randn(*original(x).shape, seed=9).to(device)
+    layer(x).backward(grad)
+    inputs = amp_kernels.fake_quantize_int8(x, dim=1, symmetric=False)
+    original(inputs).backward(grad)
+    torch.testing.assert_close(layer.weight.grad, original.weight.grad, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(layer.bias.grad, original.bias.grad, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("mode", ["dynamic", "static"])
 def test_training_for_int8_ends_in_the_same_bits(mode, backend, device):
     model = prepare_qat_(network().to(device), mode).train()
@@ -282,9 +436,19 @@ def test_what_stays_in_floating_point_is_named(caplog):
         "grouped": nn.Conv2d(4, 4, 3, groups=2),
         "reflected": nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"),
         "more_at_the_end": nn.Conv2d(4, 4, 2, padding="same"),
-        "transposed": nn.ConvTranspose2d(4, 4, 3),
+        "overlapping": nn.ConvTranspose2d(4, 4, 3),
+        "with_gaps": nn.ConvTranspose2d(4, 4, 2, 3),
+        "turned": nn.ConvTranspose2d(4, 4, (2, 3), (3, 2)),
+        "cut": nn.ConvTranspose2d(4, 4, 2, 2, padding=1),
+        "longer": nn.ConvTranspose2d(4, 4, 2, 2, output_padding=1),
+        "dilated": nn.ConvTranspose2d(4, 4, 2, 2, dilation=2),
+        "grouped_up": nn.ConvTranspose2d(4, 4, 2, 2, groups=2),
+        "overlapping_line": nn.ConvTranspose1d(4, 4, 3, 2),
         "volume": nn.Conv3d(4, 4, 3),
+        "volume_up": nn.ConvTranspose3d(4, 4, 2, 2),
         "converted": nn.Conv2d(4, 4, 3),
+        "converted_up": nn.ConvTranspose2d(4, 4, 2, 2),
+        "converted_line": nn.ConvTranspose1d(4, 4, 2, 2),
     }
     model = nn.ModuleDict(layers)
     with caplog.at_level("INFO", "amp_kernels"):
@@ -292,7 +456,7 @@ def test_what_stays_in_floating_point_is_named(caplog):
     (line,) = caplog.messages
     for name, layer in layers.items():
         is_left = f"{name}.weight of {type(layer).__name__}" in line
-        assert is_left == (name != "converted") and (type(model[name]) is type(layer)) == is_left
+        assert is_left == (not name.startswith("converted")) and (type(model[name]) is type(layer)) == is_left
     assert caplog.records[0].levelname == "WARNING"
 
 
@@ -309,8 +473,9 @@ def test_a_shared_weight_stays_shared():
 ROWS = amp_kernels.quantize_int8(torch.ones(4, 36), dim=-1)
 
 
-def test_compiled_and_under_autocast(device):
-    original, x = convolution("3x3", device=device)
+@pytest.mark.parametrize("name", ["3x3", "up"])
+def test_compiled_and_under_autocast(name, device):
+    original, x = convolution(name, device=device)
     for mode in MODES:
         layer = int8_layer(mode, original)
         compiled = torch.compile(layer, fullgraph=True)
@@ -334,6 +499,21 @@ def test_compiled_and_under_autocast(device):
         ),
         (lambda: Int8Conv2d.from_conv(nn.Conv2d(4, 4, 3, groups=2)), ValueError, "must have groups=1 .* got groups=2"),
         (lambda: Int8Conv2d.from_conv(nn.Conv2d(4, 4, 3), "static"), ValueError, "input_zero_point must both"),
+        (
+            lambda: Int8ConvTranspose2d.from_conv(nn.ConvTranspose2d(4, 4, 2, 2, 1)),
+            ValueError,
+            r"conv must have a stride equal to the size of its kernel \(2, 2\), no padding, .* padding=\(1, 1\)",
+        ),
+        (
+            lambda: Int8ConvTranspose1d(4, 4, 3)(torch.ones(2, 5, 6)),
+            ValueError,
+            r"Int8ConvTranspose1d: x must have shape \(B, 4, L\) or \(4, L\), got \(2, 5, 6\)",
+        ),
+        (
+            lambda: Int8ConvTranspose2d(131072, 1, 2, mode="static", device="meta"),
+            ValueError,
+            "in_channels must be at most 131071 with int8 activations, got 131072",
+        ),
         (
             lambda: Int8Conv2d.from_conv(nn.Conv2d(4, 4, 3), weight=ROWS),
             ValueError,

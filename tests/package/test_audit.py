@@ -22,6 +22,7 @@ from amp_kernels.__main__ import main as amp_kernels_command
 from amp_kernels.functional.matmul import copies_of, engine_of
 from amp_kernels.nn import Linear, convert_linear_
 from amp_kernels.padding import padded as padded_copy
+from amp_kernels.quantization import left_in_float, quantize_
 from amp_kernels.report import table
 
 
@@ -169,6 +170,9 @@ def test_findings(model: nn.Module) -> None:
         ),
         ("stem", "Conv2d", "3 -> 64", "in_channels=3", "8 -> 64, channels_last", False),
         (
+            "attention", "MultiheadAttention", "1023", "embed_dim=1023 (in_proj_weight)", "embed_dim=1032", False,
+        ),
+        (
             "attention.out_proj", "NonDynamicallyQuantizableLinear", "1023 -> 1023",
             "in_features=1023 (x, W, dx, dW), out_features=1023 (y, dy)", "1024 -> 1024", False,
         ),
@@ -182,6 +186,7 @@ def test_findings(model: nn.Module) -> None:
         (0, 2 * 4096),
         (2 * 1023 * 4096, 2 * (4096 + 1024)),
         (2 * 5 * 64 * 49, 2 * 5),
+        (2 * 3 * (1032**2 - 1023**2), 2 * 6 * 9),
         (2 * 1023 * 1024, 2 * 2 * 1024),
         (0, 2 * 50264),
     ]
@@ -191,7 +196,8 @@ def test_findings(model: nn.Module) -> None:
 
 
 def test_converted_layers_are_not_slow(model: nn.Module) -> None:
-    assert [finding.name for finding in audit.audit(convert_linear_(model))] == ["stem", "attention.out_proj"]
+    names = [finding.name for finding in audit.audit(convert_linear_(model))]
+    assert names == ["stem", "attention", "attention.out_proj"]
 
 
 def test_what_convert_linear_changes_is_what_audit_says(model: nn.Module) -> None:
@@ -219,6 +225,105 @@ def test_convolutions(layer: nn.Module, remedy: str | None, weight_bytes: int) -
         [("", remedy, weight_bytes, False)] if remedy else []
     )
     assert not findings or str(findings[0]).startswith(f"the model ({type(layer).__name__}, ")
+
+
+PARAMETERS: list[tuple[Any, dict[str, Any], str, dict[str, int]]] = [  # the layer, the cause, sizes that are fast
+    (nn.LSTM, {"input_size": 9, "hidden_size": 16, "num_layers": 2}, "input_size=9 (weight_ih)", {"input_size": 16}),
+    (
+        nn.GRU,
+        {"input_size": 9, "hidden_size": 12, "num_layers": 3, "bidirectional": True},
+        "input_size=9 (weight_ih), hidden_size=12 (weight_ih, weight_hh)",
+        {"input_size": 16, "hidden_size": 16},
+    ),
+    (
+        nn.LSTM,
+        {"input_size": 8, "hidden_size": 12, "num_layers": 2, "proj_size": 5, "bidirectional": True},
+        "hidden_size=12 (weight_ih, weight_hh, weight_hr), proj_size=5 (weight_hh, weight_hr)",
+        {"hidden_size": 16, "proj_size": 8},
+    ),
+    (
+        nn.RNN,
+        {"input_size": 16, "hidden_size": 9},
+        "hidden_size=9 (weight_ih, weight_hh)",
+        {"hidden_size": 16},
+    ),
+    (nn.LSTMCell, {"input_size": 9, "hidden_size": 16}, "input_size=9 (weight_ih)", {"input_size": 16}),
+    (
+        nn.GRUCell,
+        {"input_size": 9, "hidden_size": 17},
+        "input_size=9 (weight_ih), hidden_size=17 (weight_ih, weight_hh)",
+        {"input_size": 16, "hidden_size": 24},
+    ),
+    (
+        nn.RNNCell,
+        {"input_size": 16, "hidden_size": 9},
+        "hidden_size=9 (weight_ih, weight_hh)",
+        {"hidden_size": 16},
+    ),
+    (nn.MultiheadAttention, {"embed_dim": 36, "num_heads": 3}, "embed_dim=36 (in_proj_weight)", {"embed_dim": 48}),
+    (
+        nn.MultiheadAttention,
+        {"embed_dim": 36, "num_heads": 3, "kdim": 9, "vdim": 16},
+        "embed_dim=36 (q_proj_weight, k_proj_weight, v_proj_weight), kdim=9 (k_proj_weight)",
+        {"embed_dim": 48, "kdim": 16},
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "sizes", "cause", "better"), PARAMETERS)
+def test_layers_that_multiply_by_parameters(
+    kind: Any, sizes: dict[str, Any], cause: str, better: dict[str, int]
+) -> None:
+    layer, fast = kind(**sizes), kind(**sizes | better)
+    (found,) = [finding for finding in audit.audit(nn.ModuleDict({"layer": layer})) if finding.name == "layer"]
+    assert found.kind == kind.__name__ and found.cause == cause and not found.converts
+    assert found.remedy == ", ".join(f"{name}={size}" for name, size in better.items())
+    assert audit.audit(fast) == []
+
+    def elements(layer: nn.Module) -> int:
+        named = layer.named_parameters(recurse=False)  # `out_proj` is a layer of its own
+        return sum(parameter.numel() for name, parameter in named if "weight" in name)
+
+    assert found.weight_bytes == 2 * (elements(fast) - elements(layer))
+
+
+def test_bytes_of_the_activations_of_a_row() -> None:
+    (found,) = audit.audit(nn.LSTM(9, 12, 2, bidirectional=True))
+    # 7 more inputs. In 2 layers of 2 directions, 4 more elements for each of 4 gates and the result.
+    assert found.row_bytes == 2 * (7 + 2 * 2 * (4 + 1) * 4)
+    found = audit.audit(nn.MultiheadAttention(36, 3))[0]
+    assert found.row_bytes == 2 * 6 * 12  # query, key and value, before and after their projections
+
+
+def test_what_stays_in_floating_point_in_int8() -> None:
+    """`left_in_float` names what `quantize_` leaves."""
+    tied = nn.Linear(8, 8)
+    other = nn.EmbeddingBag(8, 8)
+    other.weight = tied.weight
+    model = nn.ModuleDict(
+        {
+            "lstm": nn.LSTM(8, 8),
+            "blocks": nn.Sequential(nn.GRU(8, 8), nn.GRU(8, 8), nn.Linear(8, 8), nn.LayerNorm(8)),
+            "bag": nn.EmbeddingBag(8, 8),
+            "tied": tied,
+            "other": other,
+            "attention": nn.MultiheadAttention(8, 2),
+            "grouped": nn.Conv2d(8, 8, 3, groups=2),
+            "up": nn.ConvTranspose2d(8, 8, 2, 2),
+            "overlapping": nn.ConvTranspose2d(8, 8, 3, 2),
+            "table": nn.Embedding(8, 8),
+            "conv1d": Conv1D(8, 8),
+            "active": Linear(8, 8, activation="relu"),
+        }
+    )
+    left = left_in_float(model)
+    assert [*left] == ["lstm", "blocks.0", "blocks.1", "bag", "tied", "other", "grouped", "overlapping", "active"]
+    quantize_(model)
+    assert [*left] == [
+        name
+        for name, layer in model.named_modules()
+        if any(parameter.dim() > 1 for parameter in layer.parameters(recurse=False))
+    ]
 
 
 def test_conv1d_of_transformers() -> None:
@@ -267,6 +372,12 @@ class Fine(nn.Module):
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(64, 64)
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.LSTM(64, 64), nn.LSTM(64, 64)])
+        self.gru, self.bag, self.head = nn.GRU(64, 64), nn.EmbeddingBag(9, 64), nn.Linear(64, 64)
 
 instance = nn.Linear(9, 8)
 number = 3
@@ -361,6 +472,15 @@ def test_what_is_loaded(
     assert audit.run(f"{models}/nets.py:{name}") == 0
     printed = capsys.readouterr().out
     assert sentence in printed and (row is None) == (len(printed.splitlines()) == 1) and (row or "") in printed
+
+
+def test_what_stays_in_floating_point_is_counted_and_named(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert audit.run(f"{models}/nets.py:Recurrent") == 0
+    assert capsys.readouterr().out == (
+        "No layer has a shape that is slow on tensor cores in fp16 or bf16.\n"
+        "In int8, by amp_kernels.quantization, 4 layers with matrices stay in floating point: 2 LSTM (blocks.*), 1 GRU "
+        "(gru), 1 EmbeddingBag (bag).\n"
+    )
 
 
 def test_a_file_named_as_a_module(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
