@@ -31,7 +31,7 @@ INSTRUCTIONS = [
     ("int8_matmul", "few_rows_kernel", WIDE_LOAD),
     ("int8_matmul", "", r"\bIMMA\."),
     ("int8_matmul", "tiled_kernel.*Lb0E", WIDE_STORE),
-    ("int8_matmul", "tiled_kernelI.*Images", r"\bSTS\.128\b"),  # padding of a convolution
+    ("int8_matmul", "tiled_kernelI.*Images", r"\bSTS\.64\b"),  # padding of a convolution
     ("int8_linear", "few_rows_kernelI6__half", WIDE_LOAD),
     ("int8_linear", "(tiled|few_rows)_kernelI6__half", r"\bHMMA\."),
     ("int8_linear", "tiled_kernelI6__half", r"\bSTG\.E\S*\.64\b"),
