@@ -4,6 +4,7 @@
 - `prepare_`, some batches, `convert_`: static layers with calibrated ranges.
 - `prepare_qat_`, training, `convert_`: dynamic or static layers from weights that were trained for them.
 - `int8_saved_activations`: training with less memory.
+- `export_onnx`: a file for onnxruntime and other runtimes.
 
 `amp_kernels.nn.Int8Linear` explains the modes weight-only, dynamic and static.
 
@@ -89,6 +90,7 @@ from ..nn.int8_conv import (
 from ..ops.int8 import MAX_K
 from ..ops.table import DTYPE_CODES
 from .folding import FoldedBatchNorm, folded, is_batch_norm
+from .onnx import export_onnx
 from .saved_activations import int8_saved_activations
 
 __all__ = [
@@ -96,6 +98,7 @@ __all__ = [
     "ObservedLinear",
     "QATLinear",
     "convert_",
+    "export_onnx",
     "int8_saved_activations",
     "prepare_",
     "prepare_qat_",

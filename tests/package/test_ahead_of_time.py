@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from int8_networks import MODES, converted
 from torch import Tensor, nn
 
 import amp_kernels
@@ -119,11 +120,18 @@ def test_a_compiled_graph_runs_no_python_of_ours(
     assert functions_called(lambda: compiled(*inputs)) == []
 
 
-def test_a_package_has_the_bits_of_the_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all programs in one: a package takes seconds to compile."""
+def packaged(program: nn.Module, inputs: tuple[object, ...], folder: Path) -> Callable[..., tuple[object, ...]]:
+    """Compile a program into a package, and load it."""
     # One package does not earn back the 10 s that its precompiled headers take.
-    monkeypatch.setattr(torch._inductor.config.aot_inductor, "precompile_headers", False)
-    monkeypatch.setattr(torch._inductor.config.aot_inductor, "compile_wrapper_opt_level", "O0")
+    options = {"aot_inductor.precompile_headers": False, "aot_inductor.compile_wrapper_opt_level": "O0"}
+    with torch._inductor.config.patch(options):
+        exported = torch.export.export(program, inputs)
+        package = torch._inductor.aoti_compile_and_package(exported, package_path=str(folder / "programs.pt2"))
+    return torch._inductor.aoti_load_package(package)
+
+
+def test_a_package_has_the_bits_of_the_calls(tmp_path: Path) -> None:
+    """Of all programs in one: a package takes seconds to compile."""
 
     class Programs(nn.Module):
         def forward(self, *inputs: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], ...]:
@@ -132,7 +140,34 @@ def test_a_package_has_the_bits_of_the_calls(tmp_path: Path, monkeypatch: pytest
     def inputs() -> tuple[tuple[Tensor, ...], ...]:
         return tuple(arguments() for _, arguments in PROGRAMS.values())
 
-    exported = torch.export.export(Programs(), inputs())
-    package = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "programs.pt2"))
-    results = torch._inductor.aoti_load_package(package)(*inputs())
+    results = packaged(Programs(), inputs(), tmp_path)(*inputs())
     torch.testing.assert_close(results, Programs()(*inputs()), rtol=0, atol=0)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_package_of_int8_networks(tmp_path: Path) -> None:
+    """A CNN and an encoder in each mode. Inductor rounds softmax and layer norms of the encoder differently."""
+
+    class Networks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cnns, self.encoders = nn.ModuleList(), nn.ModuleList()
+            for mode in MODES:
+                torch.manual_seed(0)
+                layers = nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 8, 3), nn.ReLU()
+                cnn = nn.Sequential(*layers, nn.Flatten(), nn.Linear(8 * 36, 10)).eval()
+                encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 128, batch_first=True), 2).eval()
+                self.cnns.append(converted(cnn, mode, images))
+                self.encoders.append(converted(encoder, mode, texts))
+
+        def forward(self, images: Tensor, texts: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+            return [cnn(images) for cnn in self.cnns], [encoder(texts) for encoder in self.encoders]
+
+    images, texts = testing.randn(4, 3, 16, 16), testing.randn(4, 16, 64)
+    networks = Networks()
+    cnns, encoders = packaged(networks, (images, texts), tmp_path)(images, texts)
+    expected = networks(images, texts)
+    torch.testing.assert_close(cnns, expected[0], rtol=0, atol=0)
+    # A code of an input may differ by 1 after that: half a percent of the largest result.
+    torch.testing.assert_close(encoders, expected[1], rtol=0, atol=0.02)

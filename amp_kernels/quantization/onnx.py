@@ -1,0 +1,419 @@
+"""Export int8 models to ONNX.
+
+During the export, a stand-in takes the place of each int8 layer. Stand-ins compute with ONNX operators
+(`torch.onnx.ops.symbolic`), in ONNX's order of dimensions, so no transpose is needed around a convolution. torch
+translates everything else in the model.
+
+Codes and weights are uint8 here: an int8 code plus 128, with the zero point plus 128. On CPUs without VNNI
+instructions, onnxruntime multiplies uint8 by uint8 exactly. It saturates sums of uint8 times int8.
+
+A product becomes one of three patterns:
+
+- The layer passes codes to the next one: DequantizeLinear, a product of floats (Conv, or MatMul and Add), and
+  QuantizeLinear. Runtimes replace them by one integer operator, such as QLinearConv or QGemm.
+- The layer returns floats: ConvInteger or MatMulInteger, then the scales and the bias. The sums are exact. The first
+  pattern would not do: no QuantizeLinear follows 12 of the 20 convolutions of a ResNet-18. onnxruntime 1.32 computes
+  such convolutions in floating point.
+- The layer is weight-only: the weight minus 128, times its scales, then a product of floats.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import math
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..nn import Int8Conv1d, Int8Conv2d, Int8ConvTranspose1d, Int8ConvTranspose2d, Int8Embedding, Int8Linear
+from ..nn.conversion import check_model, has_hooks
+from ..nn.int8 import ALL, Int8ProductLayer, Int8Weight, renormalized
+from ..nn.int8_conv import OnCodes, steps_of
+
+OPSET = 18  # torch exports it without a conversion to another version
+MAX_TERMS = 2**31 // (255 * 127)  # in runtimes, a code minus its zero point is up to 255, and a sum is an int32
+
+
+def export_onnx(
+    model: nn.Module, example: Tensor | tuple[Any, ...], path: str | os.PathLike[str], *, dynamic_batch: bool = True
+) -> None:
+    """Write an int8 model to an ONNX file, for runtimes such as onnxruntime.
+
+    Call this after `quantize_` or `convert_`, in eval mode. The file has the ONNX operator set 18 and only standard
+    operators. Weights and codes are uint8: int8 codes plus 128.
+
+    Static and dynamic layers multiply integers in onnxruntime. If a layer returns floats, its sums are exact. If a
+    static layer passes codes to the next one, onnxruntime rounds its bias to an integer, so a few codes in 10,000
+    differ by 1. The dynamic mode computes the range of each row or image by several ONNX operators, so it is slower
+    than the static mode. In weight-only layers onnxruntime dequantizes the weights when it loads the file.
+
+    Inputs must be finite. If a file would be larger than 2 GB, the limit of the format, the weights are in a second
+    file next to it, `path` plus ".data".
+
+    Args:
+        model: An fp32 model, converted in any mode. It does not change.
+        example: An input, or the tuple of the positional arguments of `model`. Only shapes and dtypes matter.
+        path: The file to write. Its folder must exist.
+        dynamic_batch: Whether the size of the first dimension may change between calls. It is then the same in all
+            tensors of `example`. All other sizes are those of `example`. If `model` needs one batch size, torch.export
+            raises an error.
+
+    Raises:
+        TypeError: `model` is not an `nn.Module`, or a parameter, layer or input is fp16 or bf16. Or the class of an
+            int8 layer is a subclass of those in `amp_kernels.nn`.
+        ValueError: `model` is in training mode, has no int8 layers, or has prepared layers. Or an int8 layer has hooks,
+            or sums more than 66311 products for an output in a mode other than `"weight_only"`. Or an input of a
+            convolution has no batch dimension, or `example` has no tensor.
+        FileNotFoundError: The folder of `path` does not exist.
+        ImportError: The packages of the extra `onnx` are not installed.
+
+    Examples:
+        >>> model = amp_kernels.quantization.quantize_(torch.nn.Sequential(torch.nn.Linear(16, 8))).eval()
+        >>> amp_kernels.quantization.export_onnx(model, torch.ones(1, 16), "model.onnx")  # doctest: +SKIP
+    """
+    arguments = example if isinstance(example, tuple) else (example,)
+    _check(model, arguments, Path(path))
+    has_batch = [dynamic_batch and isinstance(x, Tensor) and x.dim() > 0 for x in arguments]
+    batch = torch.export.Dim("batch")
+    shapes = tuple({0: batch} if varies else None for varies in has_batch)
+    # torch.export would take a size of 1 for a constant.
+    arguments = tuple(
+        torch.cat([x, x]) if varies and len(x) == 1 else x for x, varies in zip(arguments, has_batch, strict=True)
+    )
+    with _stand_ins(model) as stand_in, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "# The axis name: batch will not be used")  # a second time
+        # If `model` needs one batch size, this raises an error. torch.onnx.export would write a file for one size.
+        exported = torch.export.export(stand_in, arguments, dynamic_shapes=shapes)
+        program = torch.onnx.export(exported, dynamo=True, dynamic_shapes=shapes, opset_version=OPSET, verbose=False)
+    assert program is not None
+    program.save(path)
+
+
+def _check(model: nn.Module, arguments: tuple[Any, ...], path: Path) -> None:
+    from . import PreparedEmbedding, _Prepared  # that file imports this one
+
+    op = "export_onnx"
+    check_model(op, model)
+    layers: dict[Any, str] = {layer: name for name, layer in model.named_modules() if isinstance(layer, Int8Weight)}
+    prepared = [name for name, layer in model.named_modules() if isinstance(layer, _Prepared | PreparedEmbedding)]
+    if prepared:
+        raise ValueError(f"{op}: model must be converted, got the prepared layer {prepared[0]!r}; call convert_")
+    if not layers:
+        raise ValueError(
+            f"{op}: model must have int8 layers, got {type(model).__name__} without any; call quantize_, or prepare_ "
+            "and convert_ (for a float model call torch.onnx.export)"
+        )
+    if model.training:
+        raise ValueError(f"{op}: model must be in eval mode, got training mode; call model.eval()")
+    tensors = [x for x in arguments if isinstance(x, Tensor)]
+    if not tensors:
+        raise ValueError(f"{op}: example must be a tensor or a tuple with a tensor, got {arguments!r}")
+    floats = [tensor for tensor in (*model.parameters(), *tensors) if tensor.is_floating_point()]
+    for dtype in (*(layer.dtype for layer in layers), *(tensor.dtype for tensor in floats)):
+        if dtype is not torch.float32:
+            raise TypeError(f"{op}: model and example must be float32, got {dtype}; call .float() on both")
+    for layer, name in layers.items():
+        if type(layer) not in _STAND_INS:
+            known = ", ".join(kind.__name__ for kind in _STAND_INS if issubclass(kind, Int8Weight))
+            raise TypeError(f"{op}: {name!r} must be one of {known}, got {type(layer).__name__}; leave it in float")
+        if has_hooks(layer):
+            raise ValueError(f"{op}: {name!r} must have no hooks, since the file would lose them; remove them first")
+        terms = layer._terms(layer.weight_codes.shape) if isinstance(layer, Int8ProductLayer) else 0
+        if terms > MAX_TERMS and layer.mode != "weight_only":
+            raise ValueError(
+                f"{op}: the outputs of {name!r} must sum at most {MAX_TERMS} products, since runtimes sum in int32, "
+                f"got {terms}; convert the model in the mode 'weight_only', or leave the layer out with filter_fn"
+            )
+    if not path.absolute().parent.is_dir():
+        raise FileNotFoundError(f"{op}: the folder of path must exist, got {str(path)!r}; create it first")
+    for package in ("onnx", "onnxscript"):
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            raise ImportError(f"{op}: {package} must be installed; run pip install 'amp-kernels[onnx]'") from error
+
+
+# ------------------------------------------------------------------------------------------------- ONNX operators
+class _Codes(NamedTuple):
+    """uint8 codes with their scale and zero point: what one stand-in passes to the next."""
+
+    values: Tensor
+    scale: Tensor
+    zero_point: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor, scale: Tensor, zero_point: Tensor) -> _Codes:
+        values = _onnx("QuantizeLinear", (x, scale, zero_point), torch.uint8, x.shape)
+        return cls(values, scale, zero_point)
+
+    def dequantized(self, axis: int = 0) -> Tensor:
+        """Return the numbers. If there are several scales, they belong to the dimension `axis`."""
+        return _onnx("DequantizeLinear", self, torch.float32, self.values.shape, axis=axis)
+
+
+def _onnx(op: str, inputs: tuple[Tensor | None, ...], dtype: torch.dtype, shape: Any, **attributes: Any) -> Tensor:
+    return torch.onnx.ops.symbolic(op, inputs, attributes, dtype=dtype, shape=shape)
+
+
+def _unsigned(codes: Tensor) -> Tensor:
+    """Return int8 codes, or int32 zero points, as uint8."""
+    return (codes.int() + 128).to(torch.uint8).contiguous()
+
+
+def _middle() -> Tensor:
+    """Return the zero point of a weight."""
+    return torch.full((), 128, dtype=torch.uint8)
+
+
+def _steps(weight: _Codes) -> Tensor:
+    """Return the codes of a weight minus their zero point, as floats."""
+    return weight.values.float() - 128
+
+
+# ----------------------------------------------------------------------------------------------------- stand-ins
+class _Product(nn.Module):
+    """Stands in for an int8 layer that multiplies."""
+
+    weight_codes: Tensor
+    weight_scale: Tensor
+    weight_zero_point: Tensor
+    bias: Tensor | None
+    input_scale: Tensor
+    input_zero_point: Tensor
+    output_scale: Tensor | None
+    output_zero_point: Tensor
+    axis: int  # the dimension of the outputs in `weight_codes`
+    order: tuple[int, ...]  # for each dimension of the weight, the dimension of `weight_codes`
+    # The shapes in which a number for each output broadcasts with the weight and with a result.
+    for_weight: tuple[int, ...]
+    for_result: tuple[int, ...]
+    reduced: tuple[int, ...]  # the dimensions of an input that share a range in the mode "dynamic"
+
+    def __init__(self, layer: Any, codes: Tensor, repeats: int = 1) -> None:
+        super().__init__()
+        self.mode = layer.mode
+        self.register_buffer("weight_codes", _unsigned(codes))
+        self.register_buffer("weight_scale", layer.weight_scale.flatten().repeat(repeats))
+        self.register_buffer("bias", None if layer.bias is None else layer.bias.detach().repeat(repeats))
+        self.register_buffer("weight_zero_point", torch.full_like(self.weight_scale, 128, dtype=torch.uint8))
+        for name in ("input", "output"):
+            scale, zero_point = getattr(layer, f"{name}_scale"), getattr(layer, f"{name}_zero_point")
+            self.register_buffer(f"{name}_scale", None if scale is None else scale.reshape(()))
+            self.register_buffer(f"{name}_zero_point", None if scale is None else _unsigned(zero_point).reshape(()))
+
+    def forward(self, x: Tensor | _Codes, outputs: slice = ALL) -> Tensor | _Codes:
+        weight, bias = _Codes(self.weight_codes, self.weight_scale, self.weight_zero_point), self.bias
+        if outputs is not ALL:  # of a linear layer
+            weight = _Codes(weight.values[:, outputs], weight.scale[outputs], weight.zero_point[outputs])
+            bias = None if bias is None else bias[outputs]
+        if self.mode == "weight_only":
+            # Not a DequantizeLinear: onnxruntime 1.32 would then quantize the inputs of linear layers too, which
+            # changes results by 0.5%.
+            return self.multiply(x, self.numbers(weight), bias)
+        codes = x if isinstance(x, _Codes) else self.codes_of(x)
+        if self.output_scale is not None:
+            result = self.multiply(codes.dequantized(), weight.dequantized(self.axis), bias)
+            return _Codes.of(result, self.output_scale, self.output_zero_point)
+        if self.mode == "static":
+            sums = self.sums(codes, weight, codes.zero_point)
+        else:
+            # The operators take one zero point for all rows or images, but here each has its own. So they sum codes as
+            # they are, and a product of the zero point is subtracted.
+            sums = self.sums(codes, weight, None) - codes.zero_point.int() * self.sums_of_weights(codes, weight).int()
+        result = sums.float() * (codes.scale * weight.scale.reshape(self.for_result))
+        return result if bias is None else result + bias.reshape(self.for_result)
+
+    @property
+    def weight(self) -> Tensor:
+        """The dequantized weight, for models that read it or its dtype."""
+        codes = _Codes(self.weight_codes, self.weight_scale, self.weight_zero_point)
+        return self.numbers(codes).permute(self.order)
+
+    def numbers(self, weight: _Codes) -> Tensor:
+        return _steps(weight) * weight.scale.reshape(self.for_weight)
+
+    def codes_of(self, x: Tensor) -> _Codes:
+        """Quantize an input, to the codes of `quantize_int8` plus 128."""
+        if self.mode == "static":
+            # `quantize_int8` multiplies by 1 / scale, and QuantizeLinear divides. So the product is an operator of its
+            # own, and the scale of QuantizeLinear is 1. With a division, 6 of 10 million codes would differ by 1.
+            codes = _Codes.of(x * (1 / self.input_scale), torch.ones(()), self.input_zero_point)
+            return codes._replace(scale=self.input_scale)
+        low, high = x.amin(self.reduced, keepdim=True).clamp(max=0), x.amax(self.reduced, keepdim=True).clamp(min=0)
+        scale = high / 255 - low / 255
+        scale = torch.where((1 / scale).isinf(), 1.0, scale)  # of zeros
+        zero_point = torch.round(-128 - low * (1 / scale)) + 128
+        values = (torch.round(x * (1 / scale)) + zero_point).clamp(0, 255).to(torch.uint8)
+        return _Codes(values, scale, zero_point)
+
+    def multiply(self, x: Any, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Multiply floats."""
+        raise NotImplementedError
+
+    def sums(self, codes: _Codes, weight: _Codes, zero_point: Tensor | None) -> Tensor:
+        """Return the int32 sums of products of codes, after a zero point is subtracted from the input's codes."""
+        raise NotImplementedError
+
+    def sums_of_weights(self, codes: _Codes, weight: _Codes) -> Tensor:
+        """Return for each output the sum of the weights that multiply inputs, as floats."""
+        raise NotImplementedError
+
+
+class _Linear(_Product):
+    axis, for_weight, for_result, reduced = 1, (-1,), (-1,), (-1,)
+
+    def __init__(self, layer: Int8Linear) -> None:
+        super().__init__(layer, layer.weight_codes.t())
+        self.order = (0, 1) if layer.is_transposed else (1, 0)
+
+    def multiply(self, x: Any, weight: Tensor, bias: Tensor | None) -> Tensor:
+        result: Tensor = x @ weight
+        return result if bias is None else result + bias
+
+    def sums(self, codes: _Codes, weight: _Codes, zero_point: Tensor | None) -> Tensor:
+        shape = (*codes.values.shape[:-1], weight.values.shape[1])
+        return _onnx("MatMulInteger", (codes.values, weight.values, zero_point, _middle()), torch.int32, shape)
+
+    def sums_of_weights(self, codes: _Codes, weight: _Codes) -> Tensor:
+        return _steps(weight).sum(0)
+
+
+class _Conv(_Product):
+    axis = 0
+
+    def __init__(self, layer: Any, codes: Tensor | None = None, repeats: int = 1) -> None:
+        super().__init__(layer, layer.weight_codes.movedim(-1, 1) if codes is None else codes, repeats)
+        dims = len(layer.kernel_size)
+        self.for_weight, self.for_result = (-1, *[1] * (dims + 1)), (-1, *[1] * dims)
+        self.order, self.reduced = tuple(range(dims + 2)), tuple(range(1, dims + 2))
+        self.steps = {name: step[-dims:] for name, step in steps_of(layer).items()}
+
+    def forward(self, x: Tensor | _Codes, outputs: slice = ALL) -> Tensor | _Codes:
+        dims, expected = (x.values if isinstance(x, _Codes) else x).dim(), self.weight_codes.dim()
+        if dims != expected:
+            raise ValueError(
+                f"export_onnx: the input of a convolution must have {expected} dimensions, the first for the batch, "
+                f"got {dims}"
+            )
+        return super().forward(x, outputs)
+
+    def multiply(self, x: Any, weight: Tensor, bias: Tensor | None) -> Tensor:
+        convolve = F.conv1d if weight.dim() == 3 else F.conv2d
+        return convolve(x, weight, bias, **self.steps)
+
+    def sums(self, codes: _Codes, weight: _Codes, zero_point: Tensor | None) -> Tensor:
+        strides, pads, dilations = (self.steps[name] for name in ("stride", "padding", "dilation"))
+        outputs, _, *kernel = weight.values.shape
+        images, _, *pixels = codes.values.shape
+        sizes = zip(pixels, kernel, strides, pads, dilations, strict=True)
+        shape = images, outputs, *((n + 2 * pad - step * (k - 1) - 1) // by + 1 for n, k, by, pad, step in sizes)
+        inputs = codes.values, weight.values, zero_point, _middle()
+        return _onnx(
+            "ConvInteger", inputs, torch.int32, shape, strides=strides, pads=(*pads, *pads), dilations=dilations
+        )
+
+    def sums_of_weights(self, codes: _Codes, weight: _Codes) -> Tensor:
+        # At the edges of an image some weights multiply padding, not inputs.
+        ones = torch.ones((1, 1, *codes.values.shape[2:]), device=codes.values.device)
+        return self.multiply(ones, _steps(weight).sum(1, keepdim=True), None)
+
+
+class _ConvTranspose(_Conv):
+    """Stands in for a transposed convolution, whose kernels do not overlap.
+
+    It is a convolution with kernels of one pixel. For each pixel, the outputs are then put in the place of a block of
+    pixels.
+    """
+
+    def __init__(self, layer: Int8ConvTranspose1d | Int8ConvTranspose2d) -> None:
+        ones = (1,) * len(layer.kernel_size)
+        codes = layer.weight_codes.movedim(0, -2).flatten(0, -2)  # an output for each pixel of a block and each channel
+        super().__init__(layer, codes.reshape(*codes.shape, *ones), math.prod(layer.kernel_size))
+        self.kernel, self.reduced = layer.kernel_size, (1,)
+        self.steps = {"stride": ones, "padding": (0,) * len(ones), "dilation": ones}
+
+    @property
+    def weight(self) -> Tensor:
+        """The dequantized weight, for models that read it or its dtype."""
+        weight = super().weight.flatten(1)
+        return weight.unflatten(0, (*self.kernel, -1)).movedim((-1, -2), (0, 1))
+
+    def forward(self, x: Tensor | _Codes, output_size: Any = None) -> Tensor | _Codes:
+        result = super().forward(x)
+        if isinstance(result, _Codes):
+            return result._replace(values=self.blocks(result.values))
+        return self.blocks(result)
+
+    def blocks(self, x: Tensor) -> Tensor:
+        """Return [B, N, H * kernel height, W * kernel width] for [B, kernel height * kernel width * N, H, W]."""
+        dims, pixels = len(self.kernel), [n * k for n, k in zip(x.shape[2:], self.kernel, strict=True)]
+        x = x.unflatten(1, (*self.kernel, -1))
+        order = [axis for d in range(dims) for axis in (2 + dims + d, 1 + d)]
+        return x.permute(0, 1 + dims, *order).reshape(x.shape[0], x.shape[1 + dims], *pixels)
+
+
+class _Embedding(nn.Module):
+    weight_codes: Tensor
+    weight_scale: Tensor
+
+    def __init__(self, layer: Int8Embedding) -> None:
+        super().__init__()
+        self.max_norm, self.norm_type = layer.max_norm, layer.norm_type
+        self.register_buffer("weight_codes", layer.weight_codes)
+        self.register_buffer("weight_scale", layer.weight_scale)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.weight_codes * self.weight_scale
+
+    def forward(self, index: Tensor) -> Tensor:
+        rows = F.embedding(index, self.weight_codes) * F.embedding(index, self.weight_scale)
+        return renormalized(rows, self.max_norm, self.norm_type)
+
+
+class _OnCodes(nn.Module):
+    """Stands in for a max pooling or flattening layer between layers that pass codes.
+
+    Runtimes apply the layer to the codes, and drop the operators around it.
+    """
+
+    def __init__(self, layer: OnCodes) -> None:
+        super().__init__()
+        self.layer = layer.layer
+
+    def forward(self, x: Tensor | _Codes) -> Tensor | _Codes:
+        if not isinstance(x, _Codes):  # as in `OnCodes`
+            result: Tensor = self.layer(x)
+            return result
+        return _Codes.of(self.layer(x.dequantized()), x.scale, x.zero_point)
+
+
+_STAND_INS: dict[type[nn.Module], Any] = {
+    Int8Linear: _Linear,
+    Int8Conv1d: _Conv,
+    Int8Conv2d: _Conv,
+    Int8ConvTranspose1d: _ConvTranspose,
+    Int8ConvTranspose2d: _ConvTranspose,
+    Int8Embedding: _Embedding,
+    OnCodes: _OnCodes,
+}
+
+
+@contextlib.contextmanager
+def _stand_ins(model: nn.Module) -> Iterator[nn.Module]:
+    """Put stand-ins into a model while the context is open. If the model is an int8 layer, the stand-in is yielded."""
+    from . import _exchange  # that file imports this one
+
+    new = {layer: _STAND_INS[type(layer)](layer) for layer in model.modules() if type(layer) in _STAND_INS}
+    _exchange(model, new)
+    try:
+        yield new.get(model, model)
+    finally:
+        _exchange(model, {stand_in: layer for layer, stand_in in new.items()})
