@@ -12,6 +12,7 @@ NAMES = (
     "recompute",
     "accumulation",
     "quantization",
+    "int8_images",
     "multiples_of_8",
     "foreach_fused",
     "state_codes",

@@ -8,6 +8,8 @@ import statistics
 import pytest
 import torch
 
+from amp_kernels.functional import Int8Tensor
+
 PACKAGE = "amp_kernels.benchmarks.experiments"  # not in a wheel
 for package in ("matplotlib", "sklearn", "tabulate", "tqdm", PACKAGE):
     pytest.importorskip(package)
@@ -22,8 +24,8 @@ QUICK = harness.Settings(torch.device("cpu"), is_quick=True)
 SEEDS = range(3)
 # What says where a row belongs; the other numbers are results.
 KEYS = {
-    "batch", "dimension", "divisor", "fills", "layers", "numbers", "queries", "rounds", "rows", "run", "seed", "size",
-    "steps", "texts",
+    "batch", "dimension", "divisor", "fills", "images", "layers", "numbers", "queries", "rounds", "rows", "run", "seed",
+    "size", "steps", "texts",
 }  # fmt: skip
 
 
@@ -400,6 +402,61 @@ def quantization():
     yield latency(q.TORCH_AO), BELOW_1
 
 
+def int8_images():
+    i = of("int8_images")
+    both = i.DIGITS, i.PHOTOS
+
+    def quality(contender, task, seed, **values):
+        return {"part": "quality", "contender": contender, "task": task, "seed": seed, **values}
+
+    def scores(task):
+        def rows(differences):
+            for seed, difference in zip(SEEDS, differences, strict=True):
+                about = {"score": 30 + difference, "base": 20, "difference": difference, "error": 0.01}
+                yield quality(i.STATIC, task, seed, **about)
+
+        return rows
+
+    def shares(values):
+        return [quality(i.STATIC, task, 0, share=share) for task, share in zip(both, values, strict=True)]
+
+    def latency(task, beside):
+        row = {"part": "latency", "task": task, "contender": i.STATIC, "beside": beside, "rounds": 7}
+        return lambda values: [{**row, "images": images, **spread("ratio", *values)} for images in (1, 16)]
+
+    def exactness(contender, cases, off):
+        row = {"part": "exactness", "contender": contender, "outputs": 100, "largest": 1.5 if off else 0.5}
+        return [
+            {**row, "task": task, "data": data, "instructions": each, "off": off}
+            for each in (i.HERE, i.NO_VNNI)
+            for task, data in i.TESTED
+        ][:cases]
+
+    def saturation(off):
+        row = {"part": "exactness", "contender": i.ONEDNN, "outputs": 100, "largest": 9.5, "instructions": i.NO_VNNI}
+        return [{**row, "task": task, "data": data, "off": off[both.index(task)]} for task, data in i.TESTED]
+
+    def runtime(values):
+        off, seeds = values
+        return [
+            quality(name, task, seed, outputs=100, off=off, largest=1.2)
+            for name in i.EXPORTED
+            for task in both
+            for seed in range(seeds)
+        ]
+
+    yield scores(i.DIGITS), NO_LOSS
+    yield scores(i.PHOTOS), ((0.0, 0.1, -0.1), (-0.31, -0.3, -0.32), (-1.0, 0.5, 0.4))
+    yield shares, ((1.0, 0.995), (1.0, 0.98), (1.0, ""))
+    for task in both:
+        for beside in (i.FP32, i.BF16):
+            yield latency(task, beside), BELOW_1
+    for contender in (i.STATIC, i.FBGEMM):
+        yield lambda values, contender=contender: exactness(contender, *values), ((8, 0), (8, 3), (7, 0))
+    yield saturation, ((3, 1), (0, 0), (3, 0))
+    yield runtime, ((1, 3), (2, 3), (1, 1))
+
+
 def multiples_of_8():
     m = of("multiples_of_8")
 
@@ -501,7 +558,10 @@ def state_codes():
         yield losses(way), ((0.0, 0.001, 0.0005), (0.02, 0.021, 0.022), (0.0, 0.1, 0.0))
 
 
-PLANTED = (accuracy, time_memory, recompute, accumulation, quantization, multiples_of_8, foreach_fused, state_codes)
+PLANTED = (
+    accuracy, time_memory, recompute, accumulation, quantization, int8_images, multiples_of_8, foreach_fused,
+    state_codes,
+)  # fmt: skip
 
 
 def as_read(experiment, rows):
@@ -596,3 +656,43 @@ def test_quantization_at_its_quick_size(encoder, tmp_path):
     assert {row["contender"] for row in rows if row["part"] == "fine-tuning"} == {
         quantization.FINE_TUNED, quantization.THEN_STATIC, quantization.QAT,
     }  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------- int8 convolutions
+def test_distances_from_exact_results_are_in_steps_of_codes():
+    i = of("images_int8")
+    expected = torch.tensor([0.0, 1.0, 100.0], dtype=torch.float64)
+    codes = Int8Tensor(torch.tensor([3, 9, 127], dtype=torch.int8), torch.tensor([0.5]), torch.tensor([3]).int())
+    assert i.distances(expected, codes).tolist() == [0, 4, 0]  # the last code is the largest there is
+    assert i.distances(expected, expected + torch.tensor([0, 200 / 255, 0])).tolist() == pytest.approx([0, 2, 0])
+    assert i.outside(torch.tensor([0.5, 1.0, 4.0])) == {"outputs": 3, "off": 1, "largest": 4.0}
+
+
+def test_every_int8_layer_is_compared_with_exact_arithmetic(monkeypatch):
+    i = of("images_int8")
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 8, 8)
+    layers = torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Conv2d(8, 8, 3), torch.nn.ConvTranspose2d(8, 4, 2, 2)
+    model = i.static(torch.nn.Sequential(*layers, torch.nn.Flatten(), torch.nn.Linear(256, 10)), x)
+    found = i.errors(model, x)
+    assert found["off"] == 0 and found["outputs"] == 2 * (8 * 36 + 8 * 16 + 4 * 64 + 10)
+    expected = i.exact
+    monkeypatch.setattr(i, "exact", lambda layer, x: 1.1 * expected(layer, x))
+    assert i.errors(model, x)["off"] > 0
+
+
+@pytest.mark.slow
+def test_int8_images_at_its_quick_size(tmp_path):
+    i = of("int8_images")
+    rows = harness.read(harness.carry_out(i.EXPERIMENT, QUICK, tmp_path, is_fresh=True))
+    assert harness.read(harness.carry_out(i.EXPERIMENT, QUICK, tmp_path, is_fresh=False)) == rows
+    for task in (i.DIGITS, i.PHOTOS):
+        found = {row["contender"]: row for row in i.select(rows, "quality", task=task)}
+        assert all(row["score"] or row["note"] for row in found.values())
+        assert all(float(found[name]["share"]) == 1 and not found[name]["left"] for name in i.OURS)
+        assert found[i.FBGEMM]["score"] and found[i.ONEDNN]["score"]
+    exact = i.select(rows, "exactness", contender=i.STATIC)
+    assert len(exact) == 8 and all(row["off"] == "0" and float(row["largest"]) <= 0.51 for row in exact)
+    timed = [row for row in i.select(rows, "latency", contender=i.STATIC) if row["ratio"]]
+    assert len(timed) == 8  # two networks, two batches, beside two others
+    assert all(row and len(row) == len(table.columns) for table in i.tables(rows) for row in table.rows)
