@@ -37,7 +37,8 @@ struct AdamFormula {
         inverse_root(1.0f / sqrtf(correction(hyper[1], step))),
         amsgrad(has[2]) {}
 
-  AMP_KERNELS_HD float operator()(float p, float g, float (&s)[kStates]) const {
+  template <class Arithmetic = Ieee>
+  AMP_KERNELS_HD float operator()(float p, float g, float (&s)[kStates], Arithmetic&& arithmetic = {}) const {
     g *= factor;
     // One fma, which rounds once, as torch's g.add(p, alpha=weight_decay) does. If gradient and decay nearly cancel, a
     // second rounding would be visible.
@@ -48,7 +49,7 @@ struct AdamFormula {
     s[0] = one_minus_beta1 < 0.5f ? s[0] + one_minus_beta1 * (g - s[0]) : g - (1.0f - one_minus_beta1) * (g - s[0]);
     s[1] = beta2 * s[1] + one_minus_beta2 * g * g;
     s[2] = amsgrad && (s[2] > s[1] || s[2] != s[2]) ? s[2] : s[1];  // NaN is kept
-    return p - rate * (s[0] / (sqrtf(s[2]) * inverse_root + eps));
+    return p - rate * arithmetic.quotient(s[0], arithmetic.root(s[2]) * inverse_root + eps);
   }
 
  private:

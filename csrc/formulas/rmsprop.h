@@ -31,7 +31,8 @@ struct RmspropFormula {
         weight_decay(hyper[3]),
         momentum(has[1] ? hyper[5] : 0.0f) {}
 
-  AMP_KERNELS_HD float operator()(float p, float g, float (&s)[kStates]) const {
+  template <class Arithmetic = Ieee>
+  AMP_KERNELS_HD float operator()(float p, float g, float (&s)[kStates], Arithmetic&& arithmetic = {}) const {
     g *= factor;
     // One fma, which rounds once, as torch's g.add(p, alpha=weight_decay) does. If gradient and decay nearly cancel, a
     // second rounding would be visible.
@@ -41,7 +42,7 @@ struct RmspropFormula {
     const float variance = s[0] - s[2] * s[2];
     // Rounding can make v - a^2 negative. torch then takes the root of a negative number, which is NaN. Here a negative
     // v - a^2 is replaced by 0. If v - a^2 is NaN, it stays NaN.
-    s[1] = momentum * s[1] + g / (sqrtf(variance < 0.0f ? 0.0f : variance) + eps);
+    s[1] = momentum * s[1] + arithmetic.quotient(g, arithmetic.root(variance < 0.0f ? 0.0f : variance) + eps);
     return p - lr * s[1];
   }
 };

@@ -30,7 +30,8 @@ struct SgdFormula {
         lookahead(hyper[3] != 0.0f && has[0] ? hyper[0] : 0.0f),
         first(step == 0 || !has[0]) {}
 
-  AMP_KERNELS_HD float operator()(float p, float g, float (&s)[kStates]) const {
+  template <class Arithmetic = Ieee>
+  AMP_KERNELS_HD float operator()(float p, float g, float (&s)[kStates], Arithmetic&& = {}) const {
     g *= factor;
     // One fma, which rounds once, as torch's g.add(p, alpha=weight_decay) does. If gradient and decay nearly cancel, a
     // second rounding would be visible.

@@ -258,8 +258,8 @@ BUDGETS = [
     Budget("update", "update_kernel<Variant<RmspropFormula, 1, ", 4),
     Budget("update", "update_kernel<Variant<AdamFormula, 2, ", 3),
     Budget("update", "update_kernel<Variant<(Adam|Rmsprop)Formula, 3, ", 2),
-    Budget("update_lean", "update_lean_kernel<LeanVariant<(Adam|Rmsprop)Formula, 7, ", 2),
-    Budget("update_lean", "update_lean_kernel<LeanVariant<.*unsigned char>", 2),
+    Budget("update_lean", r"update_lean_kernel<LeanVariant<\w+, [57], ", 2),
+    Budget("update_lean", r"update_lean_kernel<LeanVariant<\w+, 1, ", 4),
     Budget("update_lean", "update_lean_kernel<", 3),
     Budget("send", "send_kernel", 8),
     Budget("int8_quantize", f"(held_)?rows_kernel<QuantizeOp<{LOW}, signed char, true,", 3),  # stochastic
