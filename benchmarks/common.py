@@ -137,9 +137,9 @@ def on_other_backends(
 ) -> list[Contender]:
     """On a GPU one more contender for each of our backends, forced: the default ought to be as fast as the fastest."""
 
-    def forced(backend: str, *args: Any) -> object:
+    def forced(backend: str, *args: Any, **options: Any) -> object:
         with amp_kernels.use_backend(backend):
-            return function(*args)
+            return function(*args, **options)
 
     backends = ("cuda", "triton") if device.type == "cuda" else ()
     return [Contender(f"{name}, {b} kernels", "none", memory, partial(build, partial(forced, b))) for b in backends]

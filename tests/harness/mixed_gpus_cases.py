@@ -108,6 +108,11 @@ def test_large_convolutions_are_those_of_triton(fake_gpus: Any, libcuda: Any) ->
     convolve = functools.partial(cases.convolve, device="cuda:0", weight=weight)
     assert counts(fake_gpus, libcuda, lambda: convolve(large)) == (False, True)
     assert counts(fake_gpus, libcuda, lambda: convolve(small)) == (True, False)
+    few_channels = large[..., :3].contiguous(), torch.ones(1024, 5, 5, 3, dtype=torch.int8, device="cuda:0")
+    assert counts(fake_gpus, libcuda, lambda: cases.convolve(few_channels[0], "cuda:0", few_channels[1])) == (
+        False,
+        True,
+    )
     with amp_kernels.use_backend("cuda"):
         assert counts(fake_gpus, libcuda, lambda: convolve(large)) == (True, False)
 
