@@ -355,10 +355,16 @@ def test_goals_are_judged_by_the_tables() -> None:
     goals = load(SCRIPT.with_name("goals.py"))
 
     def times(family: str, case: str, **ways: str) -> list[dict[str, str]]:
-        named = {way.replace("_", " "): us for way, us in ways.items()}
         return [
-            {"family": family, "case": case, "dtype": "float16", "way": way, "microseconds": us}
-            for way, us in named.items()
+            {
+                "family": family,
+                "case": case,
+                "dtype": "float16",
+                "way": way,
+                "microseconds": us,
+                "tb_s": f"{90 / float(us)}",
+            }
+            for way, us in ways.items()
         ]
 
     def row(contender: str, ms: str, elements: str) -> dict[str, str]:
@@ -369,8 +375,8 @@ def test_goals_are_judged_by_the_tables() -> None:
     tables = {
         "device_times": [
             *times("streaming", "AdamW, 100M", ours="100", copy="89"),
-            *times("streaming", "unscale_, 25.6M", ours="100", copy="87"),
-            *times("streaming", "AdamW, int8 states, 100M", ours="100", copy="50"),
+            *times("streaming", "unscale_, 25.6M", ours="102", copy="130"),
+            *times("streaming", "AdamW, int8 states, 100M", ours="900", copy="100"),
             *times("int8_products", "64x64x64", default="20", cuda="20", triton="13"),
         ],
         "sgd": [
@@ -385,7 +391,7 @@ def test_goals_are_judged_by_the_tables() -> None:
     small, large = (f"fp16 weights + fp32 masters, float16, {n}" for n in ("64,000", "100,000,000"))
     assert found == [
         ("AdamW, 100M, float16", "89", "yes", False),
-        ("unscale_, 25.6M, float16", "87", "no", True),
+        ("unscale_, 25.6M, float16", "87.3", "no", True),
         (large, "1.5", "yes", False),
         ("amp_kernels FusedSGD, float16", "0.6", "no", True),
         (small, "3.83", "no", True),
