@@ -207,7 +207,8 @@ __device__ __forceinline__ Packed<P, kPack> rounded(const Vector<float, kPack>& 
 
 // Roots and quotients by the instructions that nvcc makes of sqrtf() and /, without its branches for special cases.
 // They are exact, and so equal to nvcc's, if no intermediate result is subnormal or overflows:
-//   root(x)         x >= 2^-101, as for root_rn(). The root of 0, of inf and of a negative number becomes NaN
+//   root(x)         x is 0, as in rows of an embedding that were never used, or x >= 2^-101, as for root_rn(). The root
+//                   of inf and of a negative number becomes NaN
 //   quotient(a, b)  a is 0, or |a| >= 2^-100; and b <= 2^20. Then a / b >= 2^-120, and its remainder is a multiple of
 //                   2^-147. A quotient that overflows, and one by 0 or by a subnormal b, becomes inf or NaN
 // is_exact() tests that for all elements of a pack, after they are computed. It needs the sum of the magnitudes of
@@ -215,8 +216,9 @@ __device__ __forceinline__ Packed<P, kPack> rounded(const Vector<float, kPack>& 
 class Quick {
  public:
   __device__ __forceinline__ float root(float x) {
-    square_ = float_bits(x) < square_ ? float_bits(x) : square_;
-    return root_rn(x);
+    const uint32_t above = float_bits(x) - 1;  // of 0 it is the largest number
+    square_ = above < square_ ? above : square_;
+    return x == 0.0f ? x : root_rn(x);
   }
 
   __device__ __forceinline__ float quotient(float a, float b) {
@@ -236,7 +238,7 @@ class Quick {
 
   __device__ __forceinline__ bool is_exact(float sum) const {
     const auto bits = [](int exponent) { return static_cast<uint32_t>(127 + exponent) << 23; };
-    return square_ >= bits(-101) && dividend_ >= 2 * bits(-100) - 1 && divisor_ <= bits(20) && is_finite(sum);
+    return square_ >= bits(-101) - 1 && dividend_ >= 2 * bits(-100) - 1 && divisor_ <= bits(20) && is_finite(sum);
   }
 
  private:
