@@ -218,9 +218,9 @@ def audit(model: nn.Module) -> list[Finding]:
     """List the layers of a model whose shapes are slow on tensor cores in fp16 or bf16.
 
     The layers that can be listed are `torch.nn.Linear` and its subclasses (except `amp_kernels.nn.Linear`),
-    transformers' `Conv1D`, convolutions, recurrent layers and cells (`LSTM`, `GRU`, `RNN`), the projections of queries,
-    keys and values in `torch.nn.MultiheadAttention`, and embeddings that share the weight of a listed linear layer.
-    Only shapes are read, so the model may be on the meta device.
+    transformers' `Conv1D`, convolutions, recurrent layers and cells (`LSTM`, `GRU`, `RNN`),
+    `torch.nn.MultiheadAttention` with all its projections, and embeddings that share the weight of a listed linear
+    layer. Only shapes are read, so the model may be on the meta device.
 
     Args:
         model: A model of any dtype.
@@ -235,8 +235,9 @@ def audit(model: nn.Module) -> list[Finding]:
     """
     findings: list[Finding] = []
     slow: dict[int, tuple[str, nn.Module]] = {}  # the slow linear layers, by the id of the weight
+    of_attention = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
     for name, layer in model.named_modules():
-        if is_lazy(layer._parameters.get("weight")):
+        if is_lazy(layer._parameters.get("weight")) or id(layer) in of_attention:
             continue
         if is_conv1d(layer) or (isinstance(layer, nn.Linear) and not isinstance(layer, Linear)):
             found = _linear(name, layer)
@@ -322,19 +323,19 @@ def _recurrent(name: str, layer: Any) -> Finding | None:
 
 
 def _attention(name: str, layer: nn.MultiheadAttention) -> Finding | None:
-    """Look at the projections of queries, keys and values. That of the result is a layer of its own."""
+    """Look at all four projections. A size of one of them alone cannot be changed."""
     embed, packed = layer.embed_dim, layer._qkv_same_embed_dim
 
     def counted(size: Mapping[str, int]) -> tuple[int, int]:
         embed = size["embed_dim"]
         inputs = embed + size.get("kdim", embed) + size.get("vdim", embed)
-        return embed * inputs, inputs + 3 * embed
+        return embed * (inputs + embed), inputs + 5 * embed
 
-    weights = {"embed_dim": ["in_proj_weight"]}
+    weights = {"embed_dim": ["in_proj_weight", "out_proj.weight"]}
     sizes, rounded = {"embed_dim": embed}, {"embed_dim": _rounded(embed, math.lcm(MULTIPLE, layer.num_heads))}
     if not packed:
         weights = {
-            "embed_dim": ["q_proj_weight", "k_proj_weight", "v_proj_weight"],
+            "embed_dim": ["q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj.weight"],
             "kdim": ["k_proj_weight"],
             "vdim": ["v_proj_weight"],
         }

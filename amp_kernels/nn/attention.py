@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .conversion import LoadsItsKind, has_hooks
+from .conversion import LoadsItsKind, additions, has_hooks
 from .int8 import check_is_not_nested
 
 # The last one is a mark that transformers leaves on every module of its models.
@@ -32,6 +32,7 @@ def can_replace(module: nn.Module) -> bool:
     if type(module) is not nn.MultiheadAttention or has_hooks(module) or has_hooks(module.out_proj):
         return False
     is_plain = type(module.out_proj) in (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
+    is_plain = is_plain and not additions(module.out_proj)
     added = vars(module).keys() - vars(nn.Module()).keys() - _KEPT - {"_qkv_same_embed_dim", "bias_k", "bias_v"}
     added |= module._parameters.keys() - _PARAMETERS
     return is_plain and not added and not module._buffers and [*module._modules] == ["out_proj"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections import Counter
-from collections.abc import Collection, Iterable
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -70,6 +70,54 @@ def has_hooks(module: nn.Module) -> bool:
     """Return whether a module has hooks of torch, or a hook of accelerate, which is a `forward` of the instance."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return "forward" in vars(module) or any(getattr(module, kind) for kind in kinds)
+
+
+def additions(layer: nn.Module) -> list[str]:
+    """Return the names of the parameters, buffers and modules in a float layer, except its weight and its bias."""
+    return [name for name in (*layer._parameters, *layer._buffers, *layer._modules) if name not in ("weight", "bias")]
+
+
+# --------------------------------------------------------------------------------------------------- exchanging modules
+_OWN = vars(nn.Module()).keys()  # what every module has
+_DICTS = (dict, OrderedDict, defaultdict)
+_PLAIN = {type(None), bool, int, float, complex, str, bytes}  # types of values that are no modules
+
+
+def exchange(model: nn.Module, new: Mapping[Any, nn.Module]) -> None:
+    """Put modules in the place of others, wherever these are children, or are in other attributes of a module.
+
+    A `forward` may call its layers from a list, as in transformers' Mask2Former. Lists, dicts and deques stay the same
+    objects. Tuples are replaced. Other containers are left alone.
+    """
+    of = {id(old): module for old, module in new.items()}  # a module in a list may have no hash
+    seen: dict[int, tuple[Any, Any]] = {}  # containers, each with what takes its place
+
+    def exchanged(value: Any) -> Any:
+        kind = type(value)
+        is_tuple = kind is tuple or (issubclass(kind, tuple) and hasattr(kind, "_make"))
+        if not (is_tuple or kind in _DICTS or kind in (list, deque)):
+            return of.get(id(value), value)
+        if id(value) not in seen:
+            seen[id(value)] = value, value  # a container may hold itself
+            values = value.values() if kind in _DICTS else value
+            if _PLAIN.issuperset(map(type, values)):
+                return value
+            items = value.items() if kind in _DICTS else enumerate(value)
+            made = {key: module for key, item in items if (module := exchanged(item)) is not item}
+            if is_tuple and made:
+                parts = (made.get(i, item) for i, item in enumerate(value))
+                seen[id(value)] = value, tuple(parts) if kind is tuple else kind._make(parts)
+            for key in () if is_tuple else made:
+                value[key] = made[key]
+        return seen[id(value)][1]
+
+    for parent in list(model.modules()):
+        for key, child in list(parent._modules.items()):
+            if id(child) in of:
+                setattr(parent, key, of[id(child)])
+        for key, value in vars(parent).items():
+            if key not in _OWN and (made := exchanged(value)) is not value:
+                vars(parent)[key] = made
 
 
 # ------------------------------------------------------------------------------------------------------ checkpoints

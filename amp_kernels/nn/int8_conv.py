@@ -107,6 +107,7 @@ class _Int8ConvBase(Int8ProductLayer):
             The int8 layer, on the device and in the training mode of `conv`.
 
         Raises:
+            TypeError: `conv` is of another class.
             ValueError: `conv` has groups or another `padding_mode`, or pads the end of a dimension more than its
                 beginning, or has kernels that overlap. Or `mode` is unknown, `input_scale` and `input_zero_point` do
                 not fit the mode, `weight` does not fit the layer, or an output sums more than 131071 products and
@@ -117,6 +118,8 @@ class _Int8ConvBase(Int8ProductLayer):
             Int8Conv2d(3, 8, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1), mode=weight_only)
         """
         op = f"{cls.__name__}.from_conv"
+        if not isinstance(conv, cls._float_class):
+            raise TypeError(f"{op}: conv must be a torch.nn.{cls._float_class.__name__}, got {type(conv).__name__}")
         check_scales_fit(op, mode, input_scale, input_zero_point)
         cls._check_fits(op, conv)
         codes = codes_to_share(op, weight, conv)
@@ -142,24 +145,18 @@ class _Int8ConvBase(Int8ProductLayer):
         """Return the arguments of the constructor between the size of the kernel and `bias`."""
         return conv.stride, conv.padding, conv.dilation
 
-    def _computed(self, x: Tensor | Int8Tensor) -> Any:
+    def _computed(self, x: Tensor | Int8Tensor, output_size: Sequence[int] | None = None) -> Any:
         """Return the result for an input of any shape that fits."""
-        kind, output_scale = type(self).__name__, self.output_scale
+        output_scale = self.output_scale
         if output_scale is not None:
             self._check_may_return_codes()
-        check_is_not_nested(kind, x)
-        shape = x.shape
-        if len(shape) not in (self._dims + 1, self._dims + 2) or shape[-self._dims - 1] != self.in_channels:
-            sizes = ("L", "H, W")[self._dims - 1]
-            raise ValueError(
-                f"{kind}: x must have shape (B, {self.in_channels}, {sizes}) or ({self.in_channels}, {sizes}), got "
-                f"{tuple(shape)}"
-            )
+        check_images(self, x)
+        check_output_size(self, x, output_size)
         if isinstance(x, Int8Tensor):
             images: Any = Int8Tensor(images_of(x.values, self._dims), x.scale, x.zero_point, x.dim, x.block_size)
         else:
             images = images_of(x, self._dims)
-        values = from_images(self._of_images(images, output_scale is not None), self._dims, len(shape))
+        values = from_images(self._of_images(images, output_scale is not None), self._dims, len(x.shape))
         return values if output_scale is None else Int8Tensor(values, output_scale, self.output_zero_point)
 
     def _of_images(self, images: Any, returns_codes: bool) -> Tensor:
@@ -417,8 +414,7 @@ class _Int8ConvTranspose(_Int8ConvBase):
             >>> layer(torch.ones(2, 8, 10, 10)).shape
             torch.Size([2, 3, 20, 20])
         """
-        check_output_size(self, x, output_size)
-        result: Tensor | Int8Tensor = self._computed(x)
+        result: Tensor | Int8Tensor = self._computed(x, output_size)
         return result
 
     def _of_images(self, images: Any, returns_codes: bool) -> Tensor:
@@ -589,13 +585,24 @@ def up_convolve(
     return blocks.reshape(batch, rows * height, columns * width, outputs)
 
 
+def check_images(layer: Any, x: Tensor | Int8Tensor) -> None:
+    """Raise an error unless `x` is a dense tensor of images or lines with the channels of a convolution."""
+    kind = type(layer).__name__
+    check_is_not_nested(kind, x)
+    shape, dims = x.shape, len(layer.kernel_size)
+    if len(shape) not in (dims + 1, dims + 2) or shape[-dims - 1] != layer.in_channels:
+        sizes = f"{layer.in_channels}, {('L', 'H, W')[dims - 1]}"
+        raise ValueError(f"{kind}: x must have shape (B, {sizes}) or ({sizes}), got {tuple(shape)}")
+
+
 def check_output_size(layer: Any, x: Tensor | Int8Tensor, output_size: Sequence[int] | None) -> None:
     """Raise ValueError if `output_size` is not the size of the result for `x`."""
     if output_size is None:
         return
-    kernel = layer.kernel_size
+    kernel, given = layer.kernel_size, tuple(output_size)
     size = tuple(n * k for n, k in zip(x.shape[-len(kernel) :], kernel, strict=False))
-    if tuple(output_size[-len(kernel) :]) != size:
+    given = given[-len(kernel) :] if len(given) == len(x.shape) else given
+    if given != size or any(isinstance(n, float) for n in given):
         raise ValueError(
             f"{type(layer).__name__}: output_size must be {size}, the size of the input times that of the kernel, got "
             f"{tuple(output_size)}; leave the layer out with filter_fn"

@@ -37,7 +37,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves, tree_map
 
 from .. import torch_private
 from ..functional import Int8Tensor, fake_quantize_int8, quantize_int8
@@ -56,8 +55,10 @@ from ..nn.conversion import (
     CONVOLUTIONS,
     LOG,
     LoadsItsKind,
+    additions,
     by_outputs,
     check_model,
+    exchange,
     has_hooks,
     is_conv1d,
     is_transposed,
@@ -78,6 +79,7 @@ from ..nn.int8 import (
 )
 from ..nn.int8_conv import (
     OnCodes,
+    check_images,
     check_output_size,
     from_images,
     images_of,
@@ -151,7 +153,8 @@ def quantize_(
         TypeError: `model` is not an `nn.Module`, or a weight is not fp16, bf16 or fp32.
         ValueError: `mode` is unknown, or there is no layer to replace. Or `mode` is `"dynamic"`, and an output of a
             linear layer or a convolution sums more than 131071 products. Or a layer has something that a new layer
-            would lose: hooks, or a `forward` that was assigned to the instance, as accelerate does.
+            would lose: hooks, a `forward` that was assigned to the instance, as accelerate does, or parameters, buffers
+            and modules that were added.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.ReLU())
@@ -273,8 +276,8 @@ def convert_(model: nn.Module) -> nn.Module:
 
     Raises:
         TypeError: `model` is not an `nn.Module`.
-        ValueError: Nothing was prepared; or a layer has seen no batch, has seen NaN or inf, has hooks, or shares its
-            weight with a layer that was not prepared.
+        ValueError: Nothing was prepared; or a layer has seen no batch, has seen NaN or inf, has hooks or an added
+            parameter, buffer or module, or shares its weight with a layer that was not prepared.
 
     Examples:
         >>> model = amp_kernels.quantization.prepare_qat_(torch.nn.Sequential(torch.nn.Embedding(10, 8)))
@@ -292,7 +295,7 @@ def convert_(model: nn.Module) -> nn.Module:
         )
     kept = kept_weights(model, prepared)
     for layer, name in prepared.items():
-        _check_has_no_hooks("convert_", name, layer)
+        _check_loses_nothing("convert_", name, layer)
         if id(layer.weight) in kept:
             raise ValueError(
                 f"convert_: {name!r} must share its weight only with prepared layers, got one that was not prepared; "
@@ -605,7 +608,7 @@ class _ObservedConvTranspose(_ObservedConv):
 
 class _QATConv(_PreparedConv):
     def forward(self: Any, x: Tensor) -> Tensor:
-        check_is_not_nested(type(self).__name__, x)
+        check_images(self, x)
         weight = by_outputs(self)
         lines = weight.dim() - 2
         weight = weight.unsqueeze(1) if lines == 1 else weight
@@ -617,7 +620,7 @@ class _QATConv(_PreparedConv):
 
 class _QATConvTranspose(_QATConv):
     def forward(self: Any, x: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
-        check_is_not_nested(type(self).__name__, x)
+        check_images(self, x)
         check_output_size(self, x, output_size)
         scale_of_x, zero_point = self._affine_of(x)
 
@@ -763,42 +766,26 @@ def _exchange_layers(
     attentions: list[Any] = [module for module in model.modules() if can_replace(module)]
     split: dict[nn.Module, nn.Module] = {module: MultiheadAttention.from_attention(module) for module in attentions}
     root = split.get(model, model)
-    _exchange(model, split)
     try:
+        exchange(model, split)
         found, spared = _find(op, root, filter_fn, needs_int8_input)
         pairs = folded(root, [layer for layer in found if isinstance(layer, CONVOLUTIONS)], in_place=in_place)
         stand_ins = {pair.conv: pair.stand_in(in_place=in_place) for pair in pairs}
         new = {layer: make(stand_ins.get(layer, layer)) for layer in found}
     except BaseException:
-        _exchange(model, {ours: theirs for theirs, ours in split.items()})
+        exchange(model, {ours: theirs for theirs, ours in split.items()})
         raise
-    _exchange(model, {ours: theirs for theirs, ours in split.items() if not any(c in new for c in ours.children())})
+    exchange(model, {ours: theirs for theirs, ours in split.items() if not any(c in new for c in ours.children())})
     norms = sum(map(is_batch_norm, root.modules()))
     for pair in pairs if in_place else ():
         pair.write()
-    _exchange(root, {pair.norm: FoldedBatchNorm(pair.norm) for pair in pairs})
+    exchange(root, {pair.norm: FoldedBatchNorm(pair.norm) for pair in pairs})
     if norms:
         LOG.info("folded %d of %d batch norms into convolutions", len(pairs), norms)
     return _replace_layers(op, root, new, spared)
 
 
-def _exchange(model: nn.Module, new: Mapping[Any, nn.Module]) -> None:
-    """Put modules in the place of others, wherever these are children, or are in other attributes of a module.
-
-    A `forward` may call its layers from a list, as in transformers' Mask2Former.
-    """
-    own = vars(nn.Module()).keys()  # what every module has
-
-    def exchanged(value: Any) -> Any:
-        return new.get(value, value) if isinstance(value, nn.Module) else value
-
-    for parent in list(model.modules()):
-        for key, child in list(parent._modules.items()):
-            if child in new:
-                setattr(parent, key, new[child])
-        for key, value in vars(parent).items():
-            if key not in own and any(exchanged(leaf) is not leaf for leaf in tree_leaves(value)):
-                vars(parent)[key] = tree_map(exchanged, value)
+_exchange = exchange  # for onnx.py, which this file imports
 
 
 def _find(op: str, model: nn.Module, filter_fn: FilterFn | None, needs_int8_input: bool) -> tuple[list[Any], list[Any]]:
@@ -818,12 +805,13 @@ def _find(op: str, model: nn.Module, filter_fn: FilterFn | None, needs_int8_inpu
             raise ValueError(
                 f"{op}: {name!r} must have at most {MAX_K} inputs, got {inputs}; leave it out with filter_fn"
             )
-        _check_has_no_hooks(op, name, layer)
+        _check_loses_nothing(op, name, layer)
     if not found:
         raise ValueError(
-            f"{op}: model must have an nn.Linear, nn.Conv1d, nn.Conv2d or nn.Embedding to replace, got "
-            f"{type(model).__name__}"
+            f"{op}: model must have an nn.Linear, nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d or "
+            f"nn.Embedding to replace, got {type(model).__name__}"
             + (", where each of these shares its weight with a layer that is not replaced" if taken else " without any")
+            + ("" if known else _why_convolutions_stay(model))
             + _what_was_done(model)
         )
     return list(found), [layer for layer in known if layer not in taken]
@@ -839,6 +827,20 @@ def _what_was_done(model: nn.Module) -> str:
     if any(isinstance(layer, _Prepared | PreparedEmbedding) for layer in model.modules()):
         return "; the model is prepared already: call convert_ to make it int8"
     return ""
+
+
+def _why_convolutions_stay(model: nn.Module) -> str:
+    """Return the part of an error message that says why the convolutions of a model cannot be replaced."""
+    kinds = {type(layer) for layer in model.modules()}
+    reason = ""
+    if not kinds.isdisjoint((nn.Conv1d, nn.Conv2d)):
+        reason += "; a convolution must have groups=1, and pad both ends of a dimension with as many zeros"
+    if not kinds.isdisjoint((nn.ConvTranspose1d, nn.ConvTranspose2d)):
+        reason += (
+            "; a transposed convolution must have kernels that do not overlap: a stride equal to the size of its "
+            "kernel, no padding, no dilation and groups=1"
+        )
+    return reason
 
 
 def _is_known(layer: nn.Module) -> bool:
@@ -857,10 +859,13 @@ def _is_known(layer: nn.Module) -> bool:
 
 
 def left_in_float(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the layers with matrices that `quantize_` leaves in floating point, by their names in the model."""
-    done: set[Any] = {layer for layer in model.modules() if _is_known(layer)}
+    """Return the layers with matrices that `quantize_` leaves in floating point, by their names in the model.
+
+    Layers for which `quantize_` raises an error unless `filter_fn` leaves them out are among them.
+    """
+    done: set[Any] = {layer for layer in model.modules() if _is_known(layer) and not _is_refused(layer)}
     for module in model.modules():
-        if can_replace(module):
+        if can_replace(module) and not _is_refused(module.out_proj):
             done |= {module, module.out_proj}
     kept = kept_weights(model, done)
 
@@ -871,12 +876,22 @@ def left_in_float(model: nn.Module) -> dict[str, nn.Module]:
     return {name: layer for name, layer in model.named_modules() if is_left(layer)}
 
 
-def _check_has_no_hooks(op: str, name: str, layer: nn.Module) -> None:
+def _is_refused(layer: Any) -> bool:
+    """Return whether `quantize_` raises an error for a layer that could be replaced otherwise."""
+    return layer.weight.dtype not in DTYPE_CODES or has_hooks(layer) or bool(additions(layer))
+
+
+def _check_loses_nothing(op: str, name: str, layer: nn.Module) -> None:
     if has_hooks(layer):
         raise ValueError(
             f"{op}: {name!r} must have no hooks, and no forward that was assigned to the object (as accelerate does), "
             "since the new layer would lose them; remove them (remove_weight_norm, remove_hook_from_module), or leave "
             "the layer out with filter_fn"
+        )
+    if added := [key for key in additions(layer) if not (isinstance(layer, _Prepared) and key == "observer")]:
+        raise ValueError(
+            f"{op}: {name!r} must have no parameters, buffers or modules other than weight and bias, got "
+            f"{', '.join(added)}, since the new layer would lose them; leave the layer out with filter_fn"
         )
 
 
@@ -888,7 +903,7 @@ def _replace_layers(op: str, model: nn.Module, new: Mapping[Any, nn.Module], spa
     """
     line, is_unexpected = shares(model, new.keys(), spared or ())
     warns = is_unexpected and spared is not None
-    _exchange(model, new)
+    exchange(model, new)
     _switch_off_fused_kernels(model, set(new.values()))
     LOG.log(logging.WARNING if warns else logging.INFO, "%s: %s", op, line)
     return new.get(model, model)

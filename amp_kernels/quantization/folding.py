@@ -15,9 +15,11 @@ traced, because its `forward` branches on numbers, nothing is folded.
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import itertools
 import random
+import weakref
 from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
@@ -25,11 +27,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_weights
-from torch.utils._pytree import tree_leaves
 
-from ..nn.conversion import LoadsItsKind, by_outputs, has_hooks, is_transposed
+from ..nn.conversion import LoadsItsKind, by_outputs, exchange, has_hooks, is_transposed
 
-_OWN = vars(nn.Module()).keys()  # what every module has
 _NORMS = {
     nn.Conv1d: nn.BatchNorm1d,
     nn.Conv2d: nn.BatchNorm2d,
@@ -165,6 +165,19 @@ def _folded(conv: Any, norm: Any) -> Folded:
 class _Tracer(torch.fx.Tracer):
     proxy_buffer_attributes = True  # so that `forward` is seen to read a buffer of a batch norm
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.proxies: list[weakref.ref[torch.fx.Proxy]] = []
+
+    def proxy(self, node: torch.fx.Node) -> torch.fx.Proxy:
+        made = super().proxy(node)
+        self.proxies.append(weakref.ref(made))
+        return made
+
+    def stored(self) -> set[torch.fx.Node]:
+        """Return the nodes whose results somebody still holds after the trace, for example a module."""
+        return {proxy.node for ref in self.proxies if (proxy := ref()) is not None}
+
     def is_leaf_module(self, module: nn.Module, name: str) -> bool:
         is_ours = type(module).__module__.startswith("amp_kernels.")
         return super().is_leaf_module(module, name) or is_ours
@@ -176,8 +189,12 @@ def _pairs(model: nn.Module, training: bool, grad: bool, defaults: bool) -> Iter
     `forward` of the user may write to tensors, to random generators and to modules. So a copy is traced, whose tensors
     have no memory, and which has no hooks. A trace sees one branch of each `if`. So the caller traces in both modes,
     with gradients and without, and with the default values of optional arguments and without (`defaults`).
+
+    If `forward` reaches a convolution or a batch norm in a way in which `exchange` puts no other layer, for example
+    from a set or an object, nothing is yielded. There the layer would stay as it is, and the other of the pair would
+    not. To see this, the trace exchanges these layers first. `torch.fx` raises an error if an old one is called.
     """
-    state = random.getstate()
+    tracer, state = _Tracer(), random.getstate()
     try:
         memo: dict[int, Any] = {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()}
         memo |= {id(buffer): buffer.to("meta") for buffer in model.buffers()}
@@ -186,25 +203,24 @@ def _pairs(model: nn.Module, training: bool, grad: bool, defaults: bool) -> Iter
             for module in traced.modules():
                 module._forward_hooks.clear()
                 module._forward_pre_hooks.clear()
+            layers = [module for module in traced.modules() if type(module) in _NORMS or is_batch_norm(module)]
+            exchange(traced, {layer: copy.copy(layer) for layer in layers})
             optional = {
                 name: parameter.default
                 for name, parameter in inspect.signature(traced.forward).parameters.items()
                 if parameter.default is not parameter.empty
             }
-            graph = _Tracer().trace(traced, optional if defaults and optional else None)
+            graph = tracer.trace(traced, optional if defaults and optional else None)
     except Exception:  # whatever the code of the user raises if it gets no numbers
         return
     finally:
         random.setstate(state)
     calls = Counter(str(node.target) for node in graph.nodes if node.op == "call_module")
-    # `forward` may read parameters of a module itself, and may store results in a module.
+    # `forward` may read parameters of a module itself, and may store results.
     read = [str(node.target) for node in graph.nodes if node.op == "get_attr"]
-    stored = {
-        leaf.node
-        for module in traced.modules()
-        for leaf in tree_leaves({key: value for key, value in vars(module).items() if key not in _OWN})
-        if isinstance(leaf, torch.fx.Proxy)
-    }
+    if tracer.stored():
+        gc.collect()
+    stored = tracer.stored()
     for node in graph.nodes:
         first = node.args[0] if node.op == "call_module" and node.args else None
         if not (isinstance(first, torch.fx.Node) and first.op == "call_module") or first in stored:

@@ -212,6 +212,20 @@ def test_a_refused_call_changes_nothing():
     with pytest.raises(ValueError, match="model must have an"):
         quantize_(alone, filter_fn=lambda *_: False)
 
+    class Refuses(nn.Module):
+        def __setattr__(self, name, value):
+            if isinstance(value, MultiheadAttention):
+                raise TypeError("no")
+            super().__setattr__(name, value)
+
+    refuses = Refuses()
+    refuses.attention = attention()
+    model = nn.Sequential(attention(), refuses)
+    before = list(model.modules())
+    with pytest.raises(TypeError, match="no"):
+        quantize_(model)
+    assert list(model.modules()) == before
+
 
 def test_a_module_in_two_places_stays_one():
     shared = attention()
@@ -259,14 +273,15 @@ def test_parameters_keep_their_order(options):
 
 
 def test_a_module_with_additions_stays_torch_s():
-    named, gated, buffered, spectral = attention(), attention(), attention(), attention()
+    named, gated, buffered, spectral, gained = (attention() for _ in range(5))
     named.layer_id = 3
     gated.gate = nn.Parameter(torch.zeros(3))
     buffered.register_buffer("seen", torch.zeros(3))
     torch.nn.utils.parametrizations.spectral_norm(spectral.out_proj)
-    model = nn.ModuleList([named, gated, buffered, spectral, nn.Linear(4, 4)])
-    before = list(model)[:4]
-    assert list(quantize_(model))[:4] == before
+    gained.out_proj.register_parameter("gain", nn.Parameter(torch.ones(SIZE)))
+    model = nn.ModuleList([named, gated, buffered, spectral, gained, nn.Linear(4, 4)])
+    before = list(model)[:5]
+    assert list(quantize_(model))[:5] == before
 
 
 def test_the_mark_of_transformers_is_no_addition():

@@ -1,7 +1,10 @@
 """Batch norms that become part of int8 convolutions, and the layers through which codes pass."""
 
+import collections
 import copy
+import functools
 import random
+import types
 
 import pytest
 import torch
@@ -145,6 +148,25 @@ class KeepsPrivately(Optional):
         return self.norm(self._kept)
 
 
+class LeavesGarbage(Optional):
+    """A list that holds itself holds the result until the garbage collector runs."""
+
+    def forward(self, x):
+        box = [self.conv(x)]
+        box.append(box)
+        return self.norm(box[0])
+
+
+class KeepsInAnObject(Optional):
+    def __init__(self):
+        super().__init__()
+        self.kept = types.SimpleNamespace()
+
+    def forward(self, x):
+        self.kept.result = self.conv(x)
+        return self.norm(self.kept.result)
+
+
 class ReadsStatistics(Optional):
     def forward(self, x):
         return self.norm(self.conv(x)) * self.norm.running_mean.view(-1, 1, 1)
@@ -213,6 +235,8 @@ MODELS = {  # the model, the channels of its input, and how many of its batch no
     "optional": (Optional, 3, 0),
     "without gradients": (WithoutGradients, 3, 0),
     "kept privately": (KeepsPrivately, 3, 0),
+    "kept in an object": (KeepsInAnObject, 3, 0),
+    "garbage": (LeavesGarbage, 3, 1),
     "statistics read": (ReadsStatistics, 3, 0),
     "hook around the convolution": (lambda: hooked(nn.Sequential(nn.Conv2d(3, 8, 3)), nn.BatchNorm2d(8)), 3, 0),
     "hook around the norm": (lambda: hooked(nn.Conv2d(3, 8, 3), nn.Sequential(nn.BatchNorm2d(8))), 3, 0),
@@ -225,6 +249,55 @@ MODELS = {  # the model, the channels of its input, and how many of its batch no
 
 def norms(model):
     return sum(isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d) for module in model.modules())
+
+
+class Held(Optional):
+    """`forward` finds a layer in an attribute."""
+
+    def __init__(self, name, hold, reach):
+        super().__init__()
+        self.name, self.reach = name, reach
+        vars(self)["held"] = hold(getattr(self, name))
+
+    def forward(self, x):
+        held = self.reach(self.held)
+        return self.norm(held(x)) if self.name == "conv" else held(self.conv(x))
+
+
+def first(held):
+    return next(iter(held))
+
+
+HOLDERS = {  # ways to hold a layer, and to reach it
+    "alone": (lambda layer: layer, lambda held: held, True),
+    "list": (lambda layer: [layer], first, True),
+    "tuple": (lambda layer: (layer,), first, True),
+    "named tuple": (collections.namedtuple("Pair", "layer"), first, True),
+    "deque": (lambda layer: collections.deque([layer]), first, True),
+    "ordered dict": (lambda layer: collections.OrderedDict(a=layer), lambda held: held["a"], True),
+    # In these, no other layer is put.
+    "set": (lambda layer: {layer}, first, False),
+    "frozenset": (lambda layer: frozenset([layer]), first, False),
+    "keys": (lambda layer: {layer: 1}, first, False),
+    "partial": (functools.partial, lambda held: held, False),
+    "object": (lambda layer: types.SimpleNamespace(layer=layer), lambda held: held.layer, False),
+    "user list": (lambda layer: collections.UserList([layer]), first, False),
+    "forward": (lambda layer: layer.forward, lambda held: held, False),
+}
+
+
+@pytest.mark.parametrize("which", ["conv", "norm"])
+@pytest.mark.parametrize("name", HOLDERS)
+@torch.no_grad()
+def test_a_layer_that_is_reached_in_another_way(name, which):
+    """No batch norm is lost, and none is applied twice."""
+    hold, reach, is_folded = HOLDERS[name]
+    model, x = trained(Held(which, hold, reach)), randn(4, 3, 10, 9)
+    before = model(x)
+    for convert, error in ((prepare_, 1e-5), (quantize_, 0.04), (prepare_qat_, 0.06)):
+        made = convert(copy.deepcopy(model))
+        assert norms(made) == (not is_folded)
+        assert (made(x) - before).abs().max() <= error * before.abs().max()
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -279,6 +279,12 @@ def test_output_size_is_checked(device):
     for layer in layers:
         for size in ((18, 16), [18, 16], expected.shape):
             assert torch.equal(layer(x, output_size=size), layer(x))
+        assert layer(x[0], output_size=expected.shape[1:]).shape == expected.shape[1:]
+        for size in ((7, 18, 16), (2, 2, 2, 7, 18, 16), (18.0, 16.0)):  # as torch does
+            with pytest.raises((TypeError, ValueError)):
+                original(x, output_size=size)
+            with pytest.raises(ValueError, match=r"output_size must be \(18, 16\)"):
+                layer(x, output_size=size)
         with pytest.raises(
             ValueError, match=r"output_size must be \(18, 16\), the size of the input .* got \(19, 17\)"
         ):
@@ -529,6 +535,28 @@ def test_compiled_and_under_autocast(name, device):
 def test_bad_input_gets_a_sentence(call, error, sentence):
     with pytest.raises(error, match=sentence):
         call()
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+@pytest.mark.parametrize("name", ["3x3", "line", "up", "up_line"])
+def test_training_checks_shapes_as_the_int8_layer(name, mode):
+    original, x = convolution(name)
+    layer = prepare_qat_(original, mode)
+    for wrong in (x[:, :-1], x[0, 0], x.unsqueeze(0)):
+        with pytest.raises(ValueError, match=rf"{type(layer).__name__}: x must have shape \(B, 5, .*L|W\) or \(5, "):
+            layer(wrong)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_layer_is_made_of_its_class_alone(kind):
+    for other, (ours, _) in KINDS.items():
+        if other is kind:
+            assert type(ours.from_conv(prepare_(kind(4, 4, 1)))) is ours
+            continue
+        with pytest.raises(
+            TypeError, match=rf"from_conv: conv must be a torch.nn.{other.__name__}, got {kind.__name__}"
+        ):
+            ours.from_conv(kind(4, 4, 1))
 
 
 def test_steps_of_every_kind_reach_the_operator():

@@ -1,5 +1,6 @@
 """Models to int8: which layers are replaced, calibration, QAT, and chains of codes."""
 
+import collections
 import copy
 import functools
 import logging
@@ -73,6 +74,87 @@ def test_a_layer_used_twice_stays_one():
     layer = nn.Linear(16, 16)
     model = quantize_(nn.Sequential(layer, nn.ReLU(), layer))
     assert model[0] is model[2] and type(model[0]) is Int8Linear
+
+
+class Equal(nn.Module):
+    """It has no hash."""
+
+    def __eq__(self, other):
+        return type(other) is Equal
+
+    __hash__ = None
+
+
+class Attributes(nn.Module):
+    """Layers in lists and dicts, one of which holds itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.MultiheadAttention(4, 2)])
+        self.list = [*self.layers, Equal()]
+        self.same, self.dict = self.list, collections.OrderedDict(layers=[*self.layers], names=["a"])
+        self.list.append(self.list)
+        self.tuple = ([*self.layers],)
+        self.tuple[0].append(self.tuple)
+        self.deque = collections.deque(self.layers)
+        self.named = collections.namedtuple("Layers", "linear attention")(*self.layers)
+        self.vocabulary = {str(i): i for i in range(9)}
+
+    def containers(self):
+        return self.list, self.dict, self.dict["layers"], self.tuple[0], self.deque, self.vocabulary
+
+
+@pytest.mark.parametrize("convert", [quantize_, prepare_, prepare_qat_])
+def test_lists_and_dicts_stay_the_same_objects(convert):
+    model = Attributes()
+    before, named = model.containers(), type(model.named)
+    elements = [[id(element) for element in container] for container in before]
+    model.refused = nn.Linear(4, 4).double()
+    attention = model.layers[1]
+    with pytest.raises(TypeError, match="the weight of 'refused' must be"):
+        convert(model)
+    assert model.layers[1] is attention
+    del model.refused
+    for _ in range(2):  # after the error, and after the conversion
+        for now, was in zip(model.containers(), before, strict=True):
+            assert now is was
+        assert model.same is model.list and model.list[-1] is model.list and type(model.named) is named
+        assert model.list[:2] == model.dict["layers"] == model.tuple[0][:2] == [*model.deque] == [*model.named]
+        assert all(a is b for a, b in zip(model.list, model.layers, strict=False))
+        if attention is model.layers[1]:
+            assert [[id(element) for element in container] for container in before] == elements
+            convert(model)
+            assert model.layers[1] is not attention and type(model.layers[0]) is not nn.Linear
+
+
+@pytest.mark.parametrize("convert", [quantize_, prepare_, prepare_qat_])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Linear(4, 4),
+        lambda: nn.Embedding(4, 4),
+        lambda: nn.Conv2d(4, 4, 1),
+        lambda: nn.ConvTranspose2d(4, 4, 1),
+        lambda: Conv1D(4, 4),
+    ],
+)
+def test_what_was_added_to_a_layer_is_not_lost(make, convert):
+    for name, add in (
+        ("gain", lambda layer: layer.register_parameter("gain", nn.Parameter(torch.ones(4)))),
+        ("seen", lambda layer: layer.register_buffer("seen", torch.ones(4))),
+        ("extra", lambda layer: layer.add_module("extra", nn.ReLU())),
+    ):
+        model = nn.Sequential(nn.Linear(4, 4), make())
+        add(model[1])
+        with pytest.raises(ValueError, match=f"'1' must have no parameters, .*, got {name}, .* with filter_fn"):
+            convert(model)
+        assert type(model[0]) is nn.Linear
+        convert(model, filter_fn=lambda _, name: name == "0")
+        assert type(model[0]) is not nn.Linear and hasattr(model[1], name)
+        prepared = prepare_(nn.Sequential(make()))
+        add(prepared[0])
+        with pytest.raises(ValueError, match=f"convert_: '0' must have no parameters, .*, got {name},"):
+            convert_(prepared)
 
 
 def in_int8(model, kind, *inputs, filter_fn=None):
@@ -387,7 +469,8 @@ def test_a_subclass_of_conv1d_and_other_classes_of_the_name_are_left_alone():
     Other.__name__ = "Conv1D"
     for layer in (Sub(4, 4), Other()):
         with pytest.raises(
-            ValueError, match=r"model must have an nn\.Linear, nn\.Conv1d, nn\.Conv2d or nn\.Embedding to replace"
+            ValueError,
+            match=r"must have an nn\.Linear, nn\.Conv1d, .*, nn\.ConvTranspose2d or nn\.Embedding to replace",
         ):
             prepare_(nn.Sequential(layer))
 
@@ -623,9 +706,11 @@ def test_errors_are_sentences_and_change_nothing():
         prepare_qat_(mlp(), "weight_only")
     with pytest.raises(
         ValueError,
-        match=r"model must have an nn\.Linear, .* or nn\.Embedding to replace, got Conv2d without any",
+        match=r"model must have an nn\.Linear, .* to replace, got Conv2d without any; a convolution must have groups=1",
     ):
         quantize_(nn.Conv2d(3, 3, 3, groups=3), "dynamic")
+    with pytest.raises(ValueError, match=r"without any; a transposed convolution must have kernels that do not over"):
+        quantize_(nn.Sequential(nn.ConvTranspose2d(3, 3, 3)))
     with pytest.raises(ValueError, match="model must have layers that were prepared"):
         convert_(mlp())
     for prepare, when in ((prepare_, ""), (lambda model: prepare_qat_(model, "static"), " in training mode")):

@@ -170,11 +170,8 @@ def test_findings(model: nn.Module) -> None:
         ),
         ("stem", "Conv2d", "3 -> 64", "in_channels=3", "8 -> 64, channels_last", False),
         (
-            "attention", "MultiheadAttention", "1023", "embed_dim=1023 (in_proj_weight)", "embed_dim=1032", False,
-        ),
-        (
-            "attention.out_proj", "NonDynamicallyQuantizableLinear", "1023 -> 1023",
-            "in_features=1023 (x, W, dx, dW), out_features=1023 (y, dy)", "1024 -> 1024", False,
+            "attention", "MultiheadAttention", "1023", "embed_dim=1023 (in_proj_weight, out_proj.weight)",
+            "embed_dim=1032", False,
         ),
         (
             "head", "Linear", "1024 -> 50257", "out_features=50257 (y, dy)", "amp_kernels.nn.Linear, or 1024 -> 50264",
@@ -186,8 +183,7 @@ def test_findings(model: nn.Module) -> None:
         (0, 2 * 4096),
         (2 * 1023 * 4096, 2 * (4096 + 1024)),
         (2 * 5 * 64 * 49, 2 * 5),
-        (2 * 3 * (1032**2 - 1023**2), 2 * 6 * 9),
-        (2 * 1023 * 1024, 2 * 2 * 1024),
+        (2 * 4 * (1032**2 - 1023**2), 2 * 8 * 9),
         (0, 2 * 50264),
     ]
     assert str(findings[1]) == (
@@ -197,7 +193,7 @@ def test_findings(model: nn.Module) -> None:
 
 def test_converted_layers_are_not_slow(model: nn.Module) -> None:
     names = [finding.name for finding in audit.audit(convert_linear_(model))]
-    assert names == ["stem", "attention", "attention.out_proj"]
+    assert names == ["stem", "attention"]
 
 
 def test_what_convert_linear_changes_is_what_audit_says(model: nn.Module) -> None:
@@ -260,11 +256,16 @@ PARAMETERS: list[tuple[Any, dict[str, Any], str, dict[str, int]]] = [  # the lay
         "hidden_size=9 (weight_ih, weight_hh)",
         {"hidden_size": 16},
     ),
-    (nn.MultiheadAttention, {"embed_dim": 36, "num_heads": 3}, "embed_dim=36 (in_proj_weight)", {"embed_dim": 48}),
+    (
+        nn.MultiheadAttention,
+        {"embed_dim": 36, "num_heads": 3},
+        "embed_dim=36 (in_proj_weight, out_proj.weight)",
+        {"embed_dim": 48},
+    ),
     (
         nn.MultiheadAttention,
         {"embed_dim": 36, "num_heads": 3, "kdim": 9, "vdim": 16},
-        "embed_dim=36 (q_proj_weight, k_proj_weight, v_proj_weight), kdim=9 (k_proj_weight)",
+        "embed_dim=36 (q_proj_weight, k_proj_weight, v_proj_weight, out_proj.weight), kdim=9 (k_proj_weight)",
         {"embed_dim": 48, "kdim": 16},
     ),
 ]
@@ -275,14 +276,13 @@ def test_layers_that_multiply_by_parameters(
     kind: Any, sizes: dict[str, Any], cause: str, better: dict[str, int]
 ) -> None:
     layer, fast = kind(**sizes), kind(**sizes | better)
-    (found,) = [finding for finding in audit.audit(nn.ModuleDict({"layer": layer})) if finding.name == "layer"]
-    assert found.kind == kind.__name__ and found.cause == cause and not found.converts
+    (found,) = audit.audit(nn.ModuleDict({"layer": layer}))
+    assert found.name == "layer" and found.kind == kind.__name__ and found.cause == cause and not found.converts
     assert found.remedy == ", ".join(f"{name}={size}" for name, size in better.items())
     assert audit.audit(fast) == []
 
     def elements(layer: nn.Module) -> int:
-        named = layer.named_parameters(recurse=False)  # `out_proj` is a layer of its own
-        return sum(parameter.numel() for name, parameter in named if "weight" in name)
+        return sum(parameter.numel() for name, parameter in layer.named_parameters() if "weight" in name)
 
     assert found.weight_bytes == 2 * (elements(fast) - elements(layer))
 
@@ -291,8 +291,8 @@ def test_bytes_of_the_activations_of_a_row() -> None:
     (found,) = audit.audit(nn.LSTM(9, 12, 2, bidirectional=True))
     # 7 more inputs. In 2 layers of 2 directions, 4 more elements for each of 4 gates and the result.
     assert found.row_bytes == 2 * (7 + 2 * 2 * (4 + 1) * 4)
-    found = audit.audit(nn.MultiheadAttention(36, 3))[0]
-    assert found.row_bytes == 2 * 6 * 12  # query, key and value, before and after their projections
+    (found,) = audit.audit(nn.MultiheadAttention(36, 3))
+    assert found.row_bytes == 2 * 8 * 12  # query, key, value and the result, before and after their projections
 
 
 def test_what_stays_in_floating_point_in_int8() -> None:
@@ -316,9 +316,20 @@ def test_what_stays_in_floating_point_in_int8() -> None:
             "active": Linear(8, 8, activation="relu"),
         }
     )
+    model["refused"] = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+    model["refused"][0].register_forward_hook(lambda *_: None)
+    model["refused"][1].double()
+    model["refused"][2].register_buffer("gain", torch.ones(()))
+    model["in_fp64"] = nn.MultiheadAttention(8, 2).double()
     left = left_in_float(model)
-    assert [*left] == ["lstm", "blocks.0", "blocks.1", "bag", "tied", "other", "grouped", "overlapping", "active"]
-    quantize_(model)
+    assert [*left] == [
+        *("lstm", "blocks.0", "blocks.1", "bag", "tied", "other", "grouped", "overlapping", "active"),
+        *("refused.0", "refused.1", "refused.2", "in_fp64", "in_fp64.out_proj"),
+    ]
+    for i in range(3):
+        with pytest.raises((TypeError, ValueError), match=rf"'refused\.{i}' must "):
+            quantize_(model, filter_fn=lambda _, name, i=i: name == f"refused.{i}")
+    quantize_(model, filter_fn=lambda _, name: not name.startswith(("refused", "in_fp64")))
     assert [*left] == [
         name
         for name, layer in model.named_modules()
