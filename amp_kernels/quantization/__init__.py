@@ -785,9 +785,6 @@ def _exchange_layers(
     return _replace_layers(op, root, new, spared)
 
 
-_exchange = exchange  # for onnx.py, which this file imports
-
-
 def _find(op: str, model: nn.Module, filter_fn: FilterFn | None, needs_int8_input: bool) -> tuple[list[Any], list[Any]]:
     """Find and check the layers to replace. Return them, and the layers that `filter_fn` left out."""
     known = {layer: name for name, layer in model.named_modules() if _is_known(layer)}

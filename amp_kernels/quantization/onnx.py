@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import math
 import os
 import warnings
@@ -31,11 +32,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..nn import Int8Conv1d, Int8Conv2d, Int8ConvTranspose1d, Int8ConvTranspose2d, Int8Embedding, Int8Linear
-from ..nn.conversion import check_model, has_hooks
+from ..nn.conversion import check_model, exchange, has_hooks
 from ..nn.int8 import ALL, Int8ProductLayer, Int8Weight, renormalized
-from ..nn.int8_conv import OnCodes, steps_of
+from ..nn.int8_conv import OnCodes, check_output_size, steps_of
 
 OPSET = 18  # torch exports it without a conversion to another version
 MAX_TERMS = 2**31 // (255 * 127)  # in runtimes, a code minus its zero point is up to 255, and a sum is an int32
@@ -51,15 +53,17 @@ def export_onnx(
 
     Static and dynamic layers multiply integers in onnxruntime. If a layer returns floats, its sums are exact. If a
     static layer passes codes to the next one, onnxruntime rounds its bias to an integer, so a few codes in 10,000
-    differ by 1. The dynamic mode computes the range of each row or image by several ONNX operators, so it is slower
-    than the static mode. In weight-only layers onnxruntime dequantizes the weights when it loads the file.
+    differ by 1. Where the bias would be too large for this integer, the weights get a larger scale in the file. The
+    dynamic mode computes the range of each row or image by several ONNX operators, so it is slower than the static
+    mode. In weight-only layers onnxruntime dequantizes the weights when it loads the file.
 
-    Inputs must be finite. If a file would be larger than 2 GB, the limit of the format, the weights are in a second
-    file next to it, `path` plus ".data".
+    Inputs must be finite. The file computes in fp32, also if this is called under autocast. If a file would be larger
+    than 2 GB, the limit of the format, the weights are in a second file next to it, `path` plus ".data".
 
     Args:
         model: An fp32 model, converted in any mode. It does not change.
-        example: An input, or the tuple of the positional arguments of `model`. Only shapes and dtypes matter.
+        example: An input, or the tuple of the positional arguments of `model`. Only shapes and dtypes matter. Tensors
+            may also be in lists, tuples and dicts.
         path: The file to write. Its folder must exist.
         dynamic_batch: Whether the size of the first dimension may change between calls. It is then the same in all
             tensors of `example`. All other sizes are those of `example`. If `model` needs one batch size, torch.export
@@ -67,10 +71,13 @@ def export_onnx(
 
     Raises:
         TypeError: `model` is not an `nn.Module`, or a parameter, layer or input is fp16 or bf16. Or the class of an
-            int8 layer is a subclass of those in `amp_kernels.nn`.
-        ValueError: `model` is in training mode, has no int8 layers, or has prepared layers. Or an int8 layer has hooks,
-            or sums more than 66311 products for an output in a mode other than `"weight_only"`. Or an input of a
-            convolution has no batch dimension, or `example` has no tensor.
+            int8 layer is a subclass of those in `amp_kernels.nn`. Or `example` is neither a tensor nor a tuple, or has
+            too few or too many arguments.
+        ValueError: `model` or a module in it is in training mode. Or `model` has no int8 layers, has prepared layers,
+            is not on the CPU, or calls a layer that is not one of its children. Or an int8 layer, or a layer between
+            two that pass codes, has hooks. Or an int8 layer has a zero point outside of int8, or sums more than 66311
+            products for an output in a mode other than `"weight_only"`. Or an input of a convolution has no batch
+            dimension, an `output_size` does not fit, or `example` has no tensor.
         FileNotFoundError: The folder of `path` does not exist.
         ImportError: The packages of the extra `onnx` are not installed.
 
@@ -79,24 +86,43 @@ def export_onnx(
         >>> amp_kernels.quantization.export_onnx(model, torch.ones(1, 16), "model.onnx")  # doctest: +SKIP
     """
     arguments = example if isinstance(example, tuple) else (example,)
-    _check(model, arguments, Path(path))
-    has_batch = [dynamic_batch and isinstance(x, Tensor) and x.dim() > 0 for x in arguments]
-    batch = torch.export.Dim("batch")
-    shapes = tuple({0: batch} if varies else None for varies in has_batch)
-    # torch.export would take a size of 1 for a constant.
-    arguments = tuple(
-        torch.cat([x, x]) if varies and len(x) == 1 else x for x, varies in zip(arguments, has_batch, strict=True)
-    )
-    with _stand_ins(model) as stand_in, warnings.catch_warnings():
+    _check(model, example, arguments, Path(path))
+    batch, shapes = torch.export.Dim("batch"), None
+    if dynamic_batch:
+        # The parameters of `forward` by name: one of the kind `*inputs` has a tuple.
+        named = inspect.signature(model.forward).bind(*arguments).arguments
+        shapes = tree_map(lambda x: {0: batch} if _has_batch(x) else None, dict(named))
+        # torch.export would take a size of 1 for a constant.
+        arguments = tree_map(lambda x: torch.cat([x, x]) if _has_batch(x) and len(x) == 1 else x, arguments)
+    # Under autocast the file would have products of bf16, which onnxruntime does not run.
+    with (
+        _stand_ins(model) as stand_in,
+        torch.autocast("cpu", enabled=False),
+        torch.compiler.set_stance("force_eager"),
+        warnings.catch_warnings(),
+    ):
         warnings.filterwarnings("ignore", "# The axis name: batch will not be used")  # a second time
         # If `model` needs one batch size, this raises an error. torch.onnx.export would write a file for one size.
         exported = torch.export.export(stand_in, arguments, dynamic_shapes=shapes)
-        program = torch.onnx.export(exported, dynamo=True, dynamic_shapes=shapes, opset_version=OPSET, verbose=False)
+        _check_has_no_operator_of_ours(exported.graph)
+        # These name the first dimension "batch" in the inputs of the file, which are the tensors.
+        names = [{0: batch} if _has_batch(x) else None for x in tree_leaves(arguments) if isinstance(x, Tensor)]
+        program = torch.onnx.export(
+            exported,
+            dynamo=True,
+            dynamic_shapes=names if dynamic_batch else None,
+            opset_version=OPSET,
+            verbose=False,
+        )
     assert program is not None
     program.save(path)
 
 
-def _check(model: nn.Module, arguments: tuple[Any, ...], path: Path) -> None:
+def _has_batch(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dim() > 0
+
+
+def _check(model: nn.Module, example: object, arguments: tuple[Any, ...], path: Path) -> None:
     from . import PreparedEmbedding, _Prepared  # that file imports this one
 
     op = "export_onnx"
@@ -110,11 +136,28 @@ def _check(model: nn.Module, arguments: tuple[Any, ...], path: Path) -> None:
             f"{op}: model must have int8 layers, got {type(model).__name__} without any; call quantize_, or prepare_ "
             "and convert_ (for a float model call torch.onnx.export)"
         )
-    if model.training:
-        raise ValueError(f"{op}: model must be in eval mode, got training mode; call model.eval()")
-    tensors = [x for x in arguments if isinstance(x, Tensor)]
+    in_training = next((name for name, module in model.named_modules() if module.training), None)
+    if in_training is not None:
+        got = f"{in_training!r} in training mode" if in_training else "training mode"
+        raise ValueError(f"{op}: model must be in eval mode, got {got}; call model.eval()")
+    tensors = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
     if not tensors:
-        raise ValueError(f"{op}: example must be a tensor or a tuple with a tensor, got {arguments!r}")
+        raise ValueError(f"{op}: example must be a tensor or a tuple with a tensor, got {example!r}")
+    if not isinstance(example, Tensor | tuple):
+        kind = type(example).__name__
+        raise TypeError(
+            f"{op}: example must be a tensor or a tuple, got a {kind}; if model takes a {kind}, pass a tuple with it"
+        )
+    try:
+        inspect.signature(model.forward).bind(*arguments)
+    except TypeError as error:
+        raise TypeError(
+            f"{op}: example must have the arguments of {type(model).__name__}.forward, got {len(arguments)} of them: "
+            f"{error}"
+        ) from None
+    for tensor in (*model.parameters(), *model.buffers(), *tensors):
+        if tensor.device.type != "cpu":
+            raise ValueError(f"{op}: model and example must be on the CPU, got {tensor.device}; call .cpu() on both")
     floats = [tensor for tensor in (*model.parameters(), *tensors) if tensor.is_floating_point()]
     for dtype in (*(layer.dtype for layer in layers), *(tensor.dtype for tensor in floats)):
         if dtype is not torch.float32:
@@ -123,14 +166,25 @@ def _check(model: nn.Module, arguments: tuple[Any, ...], path: Path) -> None:
         if type(layer) not in _STAND_INS:
             known = ", ".join(kind.__name__ for kind in _STAND_INS if issubclass(kind, Int8Weight))
             raise TypeError(f"{op}: {name!r} must be one of {known}, got {type(layer).__name__}; leave it in float")
-        if has_hooks(layer):
-            raise ValueError(f"{op}: {name!r} must have no hooks, since the file would lose them; remove them first")
+        for side in ("input", "output"):
+            zero_point = getattr(layer, f"{side}_zero_point", None)
+            if zero_point is not None and not -128 <= zero_point.item() <= 127:
+                raise ValueError(
+                    f"{op}: {side}_zero_point of {name!r} must be from -128 to 127, as int8 codes are, got "
+                    f"{zero_point.item()}; take that of MinMaxObserver, or of prepare_ and convert_"
+                )
         terms = layer._terms(layer.weight_codes.shape) if isinstance(layer, Int8ProductLayer) else 0
         if terms > MAX_TERMS and layer.mode != "weight_only":
             raise ValueError(
                 f"{op}: the outputs of {name!r} must sum at most {MAX_TERMS} products, since runtimes sum in int32, "
                 f"got {terms}; convert the model in the mode 'weight_only', or leave the layer out with filter_fn"
             )
+    exchanged = {name: layer for name, layer in model.named_modules() if type(layer) in _STAND_INS}
+    # The layer in an OnCodes would get floats.
+    exchanged |= {f"{name}.layer": layer.layer for name, layer in exchanged.items() if isinstance(layer, OnCodes)}
+    for name, module in exchanged.items():
+        if has_hooks(module):
+            raise ValueError(f"{op}: {name!r} must have no hooks, since the file would lose them; remove them first")
     if not path.absolute().parent.is_dir():
         raise FileNotFoundError(f"{op}: the folder of path must exist, got {str(path)!r}; create it first")
     for package in ("onnx", "onnxscript"):
@@ -138,6 +192,16 @@ def _check(model: nn.Module, arguments: tuple[Any, ...], path: Path) -> None:
             importlib.import_module(package)
         except ImportError as error:
             raise ImportError(f"{op}: {package} must be installed; run pip install 'amp-kernels[onnx]'") from error
+
+
+def _check_has_no_operator_of_ours(graph: torch.fx.Graph) -> None:
+    for node in graph.nodes:
+        if node.op == "call_function" and str(node.target).startswith("amp_kernels."):
+            raise ValueError(
+                f"export_onnx: model must call only layers that are its children, or are in its lists, tuples and "
+                f"dicts, got a call of {node.target}, which ONNX does not have, by another layer; assign the layer to "
+                "an attribute of the model (and if the layer itself is in torch.compile, take it out)"
+            )
 
 
 # ------------------------------------------------------------------------------------------------- ONNX operators
@@ -178,13 +242,35 @@ def _steps(weight: _Codes) -> Tensor:
 
 
 # ----------------------------------------------------------------------------------------------------- stand-ins
-class _Product(nn.Module):
+class _StandIn(nn.Module):
+    """Stands in for a layer, whose other attributes can be read too."""
+
+    def __init__(self, layer: nn.Module, **tensors: Tensor | None) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            if isinstance(tensor, nn.Parameter):
+                self.register_parameter(name, tensor)
+            else:
+                self.register_buffer(name, tensor)
+        # Not a child, since torch.export would take its parameters for those of the model. And not earlier, since torch
+        # registers no name that `__getattr__` finds.
+        vars(self)["_layer"] = layer
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(vars(self).get("_layer"), name)
+
+
+class _Product(_StandIn):
     """Stands in for an int8 layer that multiplies."""
 
     weight_codes: Tensor
     weight_scale: Tensor
     weight_zero_point: Tensor
-    bias: Tensor | None
+    bias: nn.Parameter | None  # as in the layer, for models that read it
+    repeats: int  # how many outputs in a row have the same bias
     input_scale: Tensor
     input_zero_point: Tensor
     output_scale: Tensor | None
@@ -197,19 +283,24 @@ class _Product(nn.Module):
     reduced: tuple[int, ...]  # the dimensions of an input that share a range in the mode "dynamic"
 
     def __init__(self, layer: Any, codes: Tensor, repeats: int = 1) -> None:
-        super().__init__()
-        self.mode = layer.mode
-        self.register_buffer("weight_codes", _unsigned(codes))
-        self.register_buffer("weight_scale", layer.weight_scale.flatten().repeat(repeats))
-        self.register_buffer("bias", None if layer.bias is None else layer.bias.detach().repeat(repeats))
-        self.register_buffer("weight_zero_point", torch.full_like(self.weight_scale, 128, dtype=torch.uint8))
-        for name in ("input", "output"):
-            scale, zero_point = getattr(layer, f"{name}_scale"), getattr(layer, f"{name}_zero_point")
-            self.register_buffer(f"{name}_scale", None if scale is None else scale.reshape(()))
-            self.register_buffer(f"{name}_zero_point", None if scale is None else _unsigned(zero_point).reshape(()))
+        scale = layer.weight_scale.flatten().repeat(repeats)
+        if layer.output_scale is not None and layer.bias is not None:
+            codes, scale = _with_room(codes.movedim(self.axis, 0), scale, layer.bias.repeat(repeats), layer.input_scale)
+            codes = codes.movedim(0, self.axis)
+        tensors: dict[str, Tensor | None] = {"weight_codes": _unsigned(codes), "weight_scale": scale}
+        tensors["weight_zero_point"] = torch.full_like(scale, 128, dtype=torch.uint8)
+        for side in ("input", "output"):
+            given, zero_point = getattr(layer, f"{side}_scale"), getattr(layer, f"{side}_zero_point")
+            tensors[f"{side}_scale"] = None if given is None else given.reshape(())
+            tensors[f"{side}_zero_point"] = None if given is None else _unsigned(zero_point).reshape(())
+        super().__init__(layer, bias=layer.bias, **tensors)
+        self.mode, self.repeats = layer.mode, repeats
 
     def forward(self, x: Tensor | _Codes, outputs: slice = ALL) -> Tensor | _Codes:
-        weight, bias = _Codes(self.weight_codes, self.weight_scale, self.weight_zero_point), self.bias
+        weight = _Codes(self.weight_codes, self.weight_scale, self.weight_zero_point)
+        bias: Tensor | None = self.bias
+        if bias is not None and self.repeats > 1:
+            bias = bias.repeat(self.repeats)
         if outputs is not ALL:  # of a linear layer
             weight = _Codes(weight.values[:, outputs], weight.scale[outputs], weight.zero_point[outputs])
             bias = None if bias is None else bias[outputs]
@@ -264,6 +355,27 @@ class _Product(nn.Module):
     def sums_of_weights(self, codes: _Codes, weight: _Codes) -> Tensor:
         """Return for each output the sum of the weights that multiply inputs, as floats."""
         raise NotImplementedError
+
+
+def _with_room(codes: Tensor, scale: Tensor, bias: Tensor, input_scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Return int8 codes of a weight [N, ...] and their scales [N], so that runtimes can add the bias to an int32 sum.
+
+    Runtimes round `bias / (input_scale * scale)` to an int32 and do not check that it fits. It does not if the weights
+    of an output are tiny, as after a batch norm whose weight is nearly 0. Such an output gets a larger scale, with
+    smaller codes. Its weights hardly count beside its bias.
+
+    If all codes of an output are 0, its scale may have any value. A scale of 1 would round the bias to multiples of
+    `input_scale`, so it becomes as small as possible.
+    """
+    old, step = scale.double(), input_scale.double()
+    totals = codes.flatten(1).double().abs().sum(1)
+    largest = 255 * totals * old + bias.detach().double().abs() / step  # a sum and the bias, in units of `step`
+    least = largest / (0.99 * 2**31)  # the rounding of the new codes adds at most 0.4%
+    new = torch.where(largest > (2**31 - 2) * old, least, old)
+    # `input_scale` times the scale must be a normal fp32 number.
+    new = torch.where((totals == 0) & (largest > 0), least.clamp(min=1e-37 / step.item()), new).float()
+    ratio = (old / new.double()).reshape(-1, *[1] * (codes.dim() - 1))
+    return torch.where(ratio == 1, codes, torch.round(codes * ratio).to(torch.int8)), new
 
 
 class _Linear(_Product):
@@ -346,6 +458,7 @@ class _ConvTranspose(_Conv):
         return weight.unflatten(0, (*self.kernel, -1)).movedim((-1, -2), (0, 1))
 
     def forward(self, x: Tensor | _Codes, output_size: Any = None) -> Tensor | _Codes:
+        check_output_size(self._layer, x.values if isinstance(x, _Codes) else x, output_size)
         result = super().forward(x)
         if isinstance(result, _Codes):
             return result._replace(values=self.blocks(result.values))
@@ -359,15 +472,12 @@ class _ConvTranspose(_Conv):
         return x.permute(0, 1 + dims, *order).reshape(x.shape[0], x.shape[1 + dims], *pixels)
 
 
-class _Embedding(nn.Module):
+class _Embedding(_StandIn):
     weight_codes: Tensor
     weight_scale: Tensor
 
     def __init__(self, layer: Int8Embedding) -> None:
-        super().__init__()
-        self.max_norm, self.norm_type = layer.max_norm, layer.norm_type
-        self.register_buffer("weight_codes", layer.weight_codes)
-        self.register_buffer("weight_scale", layer.weight_scale)
+        super().__init__(layer, weight_codes=layer.weight_codes, weight_scale=layer.weight_scale)
 
     @property
     def weight(self) -> Tensor:
@@ -378,14 +488,14 @@ class _Embedding(nn.Module):
         return renormalized(rows, self.max_norm, self.norm_type)
 
 
-class _OnCodes(nn.Module):
+class _OnCodes(_StandIn):
     """Stands in for a max pooling or flattening layer between layers that pass codes.
 
     Runtimes apply the layer to the codes, and drop the operators around it.
     """
 
     def __init__(self, layer: OnCodes) -> None:
-        super().__init__()
+        super().__init__(layer)
         self.layer = layer.layer
 
     def forward(self, x: Tensor | _Codes) -> Tensor | _Codes:
@@ -409,11 +519,9 @@ _STAND_INS: dict[type[nn.Module], Any] = {
 @contextlib.contextmanager
 def _stand_ins(model: nn.Module) -> Iterator[nn.Module]:
     """Put stand-ins into a model while the context is open. If the model is an int8 layer, the stand-in is yielded."""
-    from . import _exchange  # that file imports this one
-
     new = {layer: _STAND_INS[type(layer)](layer) for layer in model.modules() if type(layer) in _STAND_INS}
-    _exchange(model, new)
     try:
+        exchange(model, new)
         yield new.get(model, model)
     finally:
-        _exchange(model, {stand_in: layer for layer, stand_in in new.items()})
+        exchange(model, {stand_in: layer for layer, stand_in in new.items()})

@@ -13,6 +13,7 @@ from int8_networks import MODES, converted, mobilenet, resnet
 from torch import nn
 
 import amp_kernels
+from amp_kernels import quantization
 from amp_kernels.nn import Int8Conv2d, Int8Linear
 from amp_kernels.quantization import export_onnx, onnx, prepare_, quantize_
 from amp_kernels.testing import randn
@@ -143,6 +144,45 @@ def test_codes_between_layers(run):
     assert codes.abs().max() <= 1 and codes.count_nonzero() <= 1e-4 * codes.numel()
 
 
+PAIRS = {
+    "rows": (lambda: nn.Linear(40, 8), lambda: nn.Linear(8, 3), (6, 40)),
+    "images": (lambda: nn.Conv2d(5, 8, 3), lambda: nn.Conv2d(8, 3, 1), (3, 5, 9, 8)),
+    "blocks": (lambda: nn.ConvTranspose2d(5, 8, 2, 2), lambda: nn.Conv2d(8, 3, 1), (3, 5, 9, 8)),
+    "long sums": (lambda: nn.Linear(60000, 8), lambda: nn.Linear(8, 3), (2, 60000)),
+}
+
+
+@pytest.mark.parametrize("factor", [1.0, 1e-3, 1e-6, 1e-12, 1e-30, 0.0])
+@pytest.mark.parametrize("name", PAIRS)
+@torch.no_grad()
+def test_a_bias_fits_in_the_sums(name, factor):
+    """Runtimes round it to an int32 without a check. It is large where the weights of an output are tiny."""
+    make, make_next, shape = PAIRS[name]
+    torch.manual_seed(0)
+    first = make()
+    outputs = first.weight.transpose(0, 1) if name == "blocks" else first.weight
+    outputs[:4] *= factor
+    outputs[4] = outputs[4].abs().max()  # the largest codes
+    first.bias.copy_(torch.tensor([0.3, -1, 0, 20, 2e4, -0.2, 0.1, 0]) / (1 if name == "long sums" else 20))
+    x = randn(*shape)
+    model = converted(nn.Sequential(first, make_next()).eval(), "static", x)
+    assert model[0].output_scale is not None
+    product = onnx._STAND_INS[type(model[0])](model[0])
+    codes = (product.weight_codes.movedim(product.axis, 0).flatten(1).double() - 128).abs().sum(1)
+    step = product.input_scale.double() * product.weight_scale.double()
+    bias = product.bias.double().repeat(product.repeats)
+    assert (255 * codes + (bias / step).abs() < 2**31 - 1).all()
+    # The bias is rounded as it would be with the scale of the layer, or to 30 bits. Weights of 0 have no scale to keep.
+    old = (model[0].input_scale.double() * model[0].weight_scale.double().flatten()).repeat(product.repeats)
+    old[(codes == 0) & (bias != 0)] = 0
+    assert (step <= 1.02 * old.maximum(bias.abs() / 2**30)).all()
+    # Weights change only where they count little beside the bias.
+    change = (product.weight - model[0].weight).abs()
+    change = (change.movedim(0, 1) if name == "blocks" else change).flatten(1).sum(1) * 255 * model[0].input_scale
+    assert (change <= 1e-2 * model[0].bias.abs()).all()
+    assert not change[5:].any()
+
+
 @pytest.mark.parametrize("mode", MODES)
 @torch.no_grad()
 def test_attention_whose_queries_are_not_its_keys(mode, run):
@@ -177,6 +217,43 @@ def test_models_may_read_weights(make):
         torch.testing.assert_close(stand_in[0].weight, expected)
 
 
+@torch.no_grad()
+def test_models_may_read_all_that_layers_have(run):
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.up, self.head = nn.Embedding(9, 16, 3), nn.ConvTranspose2d(4, 2, 2, 2), nn.Linear(32, 5)
+
+        def forward(self, index):
+            x = self.table(index).to(next(self.parameters()).dtype) * (index != self.table.padding_idx)[:, None]
+            x = F.conv_transpose2d(x.view(-1, 4, 2, 2), self.up.weight, self.up.bias, self.up.stride)
+            return self.head(x.flatten(1)).view(-1, self.head.out_features)
+
+    torch.manual_seed(0)
+    model, index = quantize_(Reads()).eval(), torch.arange(9)
+    torch.testing.assert_close(run(model, index), model(index))
+    with onnx._stand_ins(model) as stand_in:
+        assert [name for name, _ in stand_in.named_parameters()] == ["up.bias", "head.bias"]
+        with pytest.raises(AttributeError, match="nothing"):
+            stand_in.head.nothing  # noqa: B018
+
+
+@torch.no_grad()
+def test_another_output_size_is_refused(run):
+    class Up(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.ConvTranspose2d(3, 2, 2, 2)
+
+        def forward(self, x, size):
+            return self.up(x, output_size=size)
+
+    model, x = quantize_(Up(), "dynamic"), randn(2, 3, 5, 4)
+    assert torch.equal(run(model, x, (10, 8)), model(x, (10, 8)))
+    with pytest.raises(ValueError, match=r"output_size must be \(10, 8\), .* got \(11, 8\)"):
+        run(model, x, (11, 8))
+
+
 def test_the_weight_of_a_conv1d_of_transformers():
     layer = Int8Linear.from_linear(nn.Linear(6, 4))
     layer.is_transposed = True
@@ -203,8 +280,25 @@ def test_layers_return_after_an_error():
     assert list(model) == layers
 
 
+def test_layers_return_after_an_error_half_way(monkeypatch):
+    exchange, calls = onnx.exchange, []
+
+    def fails_once(*arguments):
+        exchange(*arguments)
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise ZeroDivisionError
+
+    monkeypatch.setattr(onnx, "exchange", fails_once)
+    layers = [Int8Linear(4, 4), Int8Linear(4, 4)]
+    model = nn.Sequential(*layers)
+    with pytest.raises(ZeroDivisionError), onnx._stand_ins(model):
+        pass
+    assert list(model) == layers
+
+
 # --------------------------------------------------------------------------------------------------------- errors
-X = torch.ones(2, 16)
+X, IMAGES = torch.ones(2, 16), torch.ones(2, 3, 8, 8)
 
 
 def model(mode="weight_only"):
@@ -214,6 +308,28 @@ def model(mode="weight_only"):
 def hooked():
     made = model()
     made[0].register_forward_hook(lambda *_: None)
+    return made
+
+
+def pooled(of_codes):
+    """A network with a hook on the layer for codes that its pooling has become, or on the pooling in it."""
+    layers = [nn.Conv2d(3, 4, 3, padding=1), nn.MaxPool2d(2), nn.Conv2d(4, 4, 3)]
+    made = converted(nn.Sequential(*layers).eval(), "static", IMAGES)
+    assert made[0].output_scale is not None
+    (made[1] if of_codes else made[1].layer).register_forward_hook(lambda *_: None)
+    return made
+
+
+def beyond_int8(side, zero_point):
+    made = converted(nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 8)).eval(), "static", X)
+    getattr(made[0], f"{side}_zero_point").fill_(zero_point)
+    return made
+
+
+def half_in_training():
+    made = nn.Sequential(nn.Linear(16, 8), nn.Dropout(0.5))
+    made = quantize_(made).eval()
+    made[1].train()
     return made
 
 
@@ -244,6 +360,36 @@ REFUSED = {
         r"model and example must be float32, got torch.bfloat16; call .float\(\) on both",
     ),
     "fp16 example": (model, X.half(), TypeError, "model and example must be float32, got torch.float16"),
+    "fp16 in a list": (model, ({"x": [X.half()]},), TypeError, "model and example must be float32, got torch.float16"),
+    "a list": (
+        model, [X], TypeError,
+        "example must be a tensor or a tuple, got a list; if model takes a list, pass a tuple with it",
+    ),
+    "two arguments": (
+        model, (X, X), TypeError,
+        "example must have the arguments of Sequential.forward, got 2 of them: too many positional arguments",
+    ),
+    "another device": (
+        lambda: model().to("meta"), X, ValueError,
+        r"model and example must be on the CPU, got meta; call .cpu\(\) on both",
+    ),
+    "example on another device": (
+        model, ([X, X.to("meta")],), ValueError, "model and example must be on the CPU, got meta",
+    ),
+    "a layer in training": (
+        half_in_training, X, ValueError,
+        r"model must be in eval mode, got '1' in training mode; call model.eval\(\)",
+    ),
+    "zero point of inputs": (
+        lambda: beyond_int8("input", 300), X, ValueError,
+        "input_zero_point of '0' must be from -128 to 127, .* got 300",
+    ),
+    "zero point of outputs": (
+        lambda: beyond_int8("output", -129), X, ValueError,
+        "output_zero_point of '0' must be from -128 to 127, .* got -129",
+    ),
+    "hooks on codes": (lambda: pooled(True), IMAGES, ValueError, "'1' must have no hooks, since the file would lose"),
+    "hooks in codes": (lambda: pooled(False), IMAGES, ValueError, "'1.layer' must have no hooks, since the file"),
     "hooks": (hooked, X, ValueError, "'0' must have no hooks, since the file would lose them"),
     "a subclass": (
         lambda: nn.Sequential(Inherits(4, 4)).eval(), X, TypeError,
@@ -275,6 +421,26 @@ def test_packages_that_are_missing(package, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, name, None if name == package else amp_kernels)
     with pytest.raises(ImportError, match=rf"{package} must be installed; run pip install 'amp-kernels\[onnx\]'"):
         export_onnx(model(), X, tmp_path / "model.onnx")
+
+
+def test_a_layer_that_is_no_child(tmp_path, monkeypatch):
+    class Hides(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = Int8Linear(16, 8, mode="dynamic")
+            self.layers = {self.layer}
+
+        def forward(self, x):
+            return sum(layer(x) for layer in self.layers)
+
+    for name in ("onnx", "onnxscript"):
+        monkeypatch.setitem(sys.modules, name, amp_kernels)
+    model = Hides().eval()
+    with pytest.raises(
+        ValueError, match=r"^export_onnx: model must call only .*, got a call of amp_kernels\..*by another"
+    ):
+        export_onnx(model, X, tmp_path / "model.onnx")
+    assert isinstance(model.layer, Int8Linear)
 
 
 @torch.no_grad()

@@ -128,6 +128,29 @@ def test_codes_that_a_layer_passes(kind: str, bias: bool, tmp_path: Path) -> Non
     assert codes.abs().max() <= 1 and codes.count_nonzero() <= (1e-3 if bias else 1e-5) * codes.numel()
 
 
+@pytest.mark.parametrize("gamma", [1e-3, 1e-6, 1e-12, 0.0])
+@pytest.mark.parametrize("kind", ["linear", "convolution", "transposed"])
+@torch.no_grad()
+def test_a_bias_beside_tiny_weights(kind: str, gamma: float, tmp_path: Path) -> None:
+    """onnxruntime rounds it to an int32 without a check."""
+    torch.manual_seed(0)
+    if kind == "linear":
+        layers, x = [nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 8)], 100 * randn(64, 32)
+        layers[0].weight /= 100
+        layers[0].weight[:8] *= gamma
+        layers[0].bias.uniform_(0.1, 1)
+    else:
+        first = nn.Conv2d(8, 16, 3) if kind == "convolution" else nn.ConvTranspose2d(8, 16, 2, 2)
+        layers, x = [first, nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 8, 3)], randn(4, 8, 10, 10)
+        layers[1].weight[:8] = gamma
+        layers[1].bias.uniform_(0.1, 1)
+    int8 = converted(nn.Sequential(*layers).eval(), "static", x)
+    assert int8[0].output_scale is not None
+    session = Session(int8, x, tmp_path)
+    assert session.optimized["QGemm" if kind == "linear" else "QLinearConv"] == 1
+    assert (session(x) - int8(x)).norm() <= 2e-3 * int8(x).norm()
+
+
 @pytest.mark.parametrize("mode", MODES)
 @torch.no_grad()
 def test_attention_with_two_inputs_and_an_embedding(mode: str, tmp_path: Path) -> None:
@@ -150,6 +173,53 @@ def test_attention_with_two_inputs_and_an_embedding(mode: str, tmp_path: Path) -
         quantize_(model, mode)  # type: ignore[arg-type]
     session = Session(model, inputs, tmp_path)
     torch.testing.assert_close(session(*inputs), model(*inputs), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@torch.no_grad()
+def test_autocast_changes_nothing(mode: str, tmp_path: Path) -> None:
+    x = randn(4, 64)
+    model = converted(mlp(), mode, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        session = Session(model, x, tmp_path)
+    assert (session(x) - model(x)).norm() <= (0.01 if mode == "static" else 1e-6) * model(x).norm()
+
+
+@pytest.mark.parametrize("dynamic_batch", [True, False])
+@torch.no_grad()
+def test_arguments_of_any_structure(dynamic_batch: bool, tmp_path: Path) -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(16, 8)
+
+        def forward(self, named: dict[str, Tensor], pair: list[Any], factor: int, *others: Any) -> Tensor:
+            result: Tensor = self.layer(named["x"] + pair[0]) * factor + pair[1][0]
+            return result + sum(other[0] for other in others)
+
+    torch.manual_seed(0)
+    model = quantize_(Reads(), "dynamic").eval()
+    x, y, *others = (randn(4, n) for n in (16, 16, 8, 8, 8))
+
+    def arguments(n: int) -> tuple[Any, ...]:
+        return {"x": x[:n]}, [y[:n], (others[0][:n],)], 3, [others[1][:n]], (others[2][:n],)
+
+    session = Session(model, arguments(1 if dynamic_batch else 4), tmp_path, dynamic_batch=dynamic_batch)
+    assert {given.shape[0] for given in session.runtime.get_inputs()} == {"batch" if dynamic_batch else 4}
+    torch.testing.assert_close(session(x, y, *others), model(*arguments(4)))
+
+
+@pytest.mark.parametrize("how", ["around", "in place", "inside"])
+@torch.no_grad()
+def test_a_compiled_model(how: str, tmp_path: Path) -> None:
+    model, x = quantize_(mlp(), "dynamic"), randn(4, 64)
+    expected = model(x)
+    if how == "in place":
+        model.compile(backend="eager")
+    else:
+        model = torch.compile(model, backend="eager")
+        model = model if how == "around" else nn.Sequential(model, nn.Identity()).eval()
+    torch.testing.assert_close(Session(model, x, tmp_path)(x), expected)
 
 
 @torch.no_grad()
