@@ -13,7 +13,6 @@ from int8_networks import MODES, converted, mobilenet, resnet
 from torch import nn
 
 import amp_kernels
-from amp_kernels import quantization
 from amp_kernels.nn import Int8Conv2d, Int8Linear
 from amp_kernels.quantization import export_onnx, onnx, prepare_, quantize_
 from amp_kernels.testing import randn
