@@ -1,8 +1,8 @@
 """How long a GPU takes for each piece of work, without the time of the host: calls in a CUDA graph, replayed.
 
 Each case compares several ways to do the same work. A graph holds at least `CALLS` calls of one way. The calls use
-different inputs, which together are larger than any L2, so each call reads from memory, as in a training step. Of each
-way, device_times.csv has the median of the replays, divided by the number of calls.
+different inputs, which together are larger than any L2, so each call reads from memory, as in a training step.
+device_times.csv has a row for each way: the median of the replays, divided by the number of calls.
 
     python benchmarks/gpu/device_times.py --out FOLDER                 # all families
     python benchmarks/gpu/device_times.py --families int8_conv2d       # one of them
