@@ -694,5 +694,5 @@ def test_int8_images_at_its_quick_size(tmp_path):
     exact = i.select(rows, "exactness", contender=i.STATIC)
     assert len(exact) == 8 and all(row["off"] == "0" and float(row["largest"]) <= 0.51 for row in exact)
     timed = [row for row in i.select(rows, "latency", contender=i.STATIC) if row["ratio"]]
-    assert len(timed) == 8  # two networks, two batches, beside two others
+    assert len(timed) == 8  # two networks, two batches, compared with fp32 and bf16
     assert all(row and len(row) == len(table.columns) for table in i.tables(rows) for row in table.rows)

@@ -29,7 +29,7 @@ ROOT_CODE = [
 ]  # fmt: skip
 INVERSE = ["MUFU.RCP near, x", "FFMA rest, -x, near, 1", "FFMA inverse, near, rest, near"]
 NEGATED = ["MUFU.RCP near, x", "FFMA below, x, near, -1", "FADD rest, -below, -RZ", "FFMA inverse, near, rest, near"]
-# Of the same numbers. But nvcc's sum with RZ makes 0 of a dividend of -0, which it has branched off before.
+# Both compute the same numbers. But nvcc's sum with RZ makes 0 of a dividend of -0, which it has branched off before.
 QUOTIENT = ["FMUL first, a, inverse", "FFMA below, x, first, -a", "FFMA result, inverse, -below, first"]
 OF_NVCC = ["FFMA first, a, inverse, RZ", "FFMA above, -x, first, a", "FFMA result, inverse, above, first"]
 WANTED = {

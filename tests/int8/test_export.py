@@ -171,11 +171,11 @@ def test_a_bias_fits_in_the_sums(name, factor):
     step = product.input_scale.double() * product.weight_scale.double()
     bias = product.bias.double().repeat(product.repeats)
     assert (255 * codes + (bias / step).abs() < 2**31 - 1).all()
-    # The bias is rounded as it would be with the scale of the layer, or to 30 bits. Weights of 0 have no scale to keep.
+    # The scale of an output stays, or grows until the bias has 30 bits. Weights of 0 have no scale to keep.
     old = (model[0].input_scale.double() * model[0].weight_scale.double().flatten()).repeat(product.repeats)
     old[(codes == 0) & (bias != 0)] = 0
     assert (step <= 1.02 * old.maximum(bias.abs() / 2**30)).all()
-    # Weights change only where they count little beside the bias.
+    # Weights change only if the bias is much larger than what they add.
     change = (product.weight - model[0].weight).abs()
     change = (change.movedim(0, 1) if name == "blocks" else change).flatten(1).sum(1) * 255 * model[0].input_scale
     assert (change <= 1e-2 * model[0].bias.abs()).all()

@@ -86,7 +86,7 @@ class Equal(nn.Module):
 
 
 class Attributes(nn.Module):
-    """Layers in lists and dicts, one of which holds itself."""
+    """Layers in lists, dicts and tuples. A list and a tuple hold themselves."""
 
     def __init__(self):
         super().__init__()

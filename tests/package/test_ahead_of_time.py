@@ -131,7 +131,7 @@ def packaged(program: nn.Module, inputs: tuple[object, ...], folder: Path) -> Ca
 
 
 def test_a_package_has_the_bits_of_the_calls(tmp_path: Path) -> None:
-    """Of all programs in one: a package takes seconds to compile."""
+    """All programs are in one package, because a package takes seconds to compile."""
 
     class Programs(nn.Module):
         def forward(self, *inputs: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], ...]:

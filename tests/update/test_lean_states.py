@@ -188,12 +188,12 @@ def test_gradients_of_another_dtype(place_, dtype, grads, state_dtype):
 
 
 @lean
-@pytest.mark.skipif(INTERPRETED, reason="Triton's kernels split and join as they do beside fp32 states")
+@pytest.mark.skipif(INTERPRETED, reason="Triton has one way to split and join, for all states")
 @pytest.mark.parametrize("dtype", [torch.float16, BF16], ids=["fp16", "bf16"])
 def test_masters_at_the_edges(place_, dtype, state_dtype):
     """Masters halfway between two weights, beyond 65504, and of weights that other code wrote; and a NaN.
 
-    On a GPU, packs with such a master take a way of their own.
+    On a GPU, a pack with such a master is computed once more, by slower code (redo() in update_lean.cuh).
     """
     options = {"lr": 1.0, "momentum": 0.9}
     optimizer = make(FusedSGD, options, dtype, state_dtype, "dense", place_)

@@ -121,7 +121,7 @@ def masters(optimizer: Any) -> dict[str, Tensor]:
 
 
 def assert_same_bits(got: Any, wanted: Any, at: str = "") -> None:
-    """Of all tensors in nested dicts and lists. What else is there has to be equal, and of the same type."""
+    """Tensors in nested dicts and lists must have the same bits. Other values must be equal, and of the same type."""
     assert type(got) is type(wanted), at
     if isinstance(wanted, dict):
         assert got.keys() == wanted.keys(), at
