@@ -2,5 +2,5 @@
 
 A fake is a function that returns results without memory while a graph is traced (`library.operator`).
 
-`int8`, `matmul`, `unscale` and `update` define operators. The other modules hold what they share.
+`exponents`, `int8`, `matmul`, `unscale` and `update` define operators. The other modules hold what they share.
 """

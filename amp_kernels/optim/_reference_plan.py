@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import reference
 from ..families import Family
 from ..ops.table import STATE_DTYPES, STATES, is_dense
+from ..reference._master import count_lost, join
 from ..reference._update import assign
 from ..reference.states import decode, encode, random_bits, to_bf16
 from ._plan import Column, Hyper, Keys, Members, Plan, Read, check_apart, check_gradients
@@ -77,9 +78,7 @@ class ReferencePlan(Plan):
         grad_norm: Tensor | None,
         max_norm: float,
     ) -> None:
-        if grad_norm is not None:
-            coefficient = (max_norm / (grad_norm + 1e-6)).clamp(max=1.0)
-            grad_scale = coefficient.reciprocal() if grad_scale is None else grad_scale / coefficient
+        grad_scale = _clipped(grad_scale, grad_norm, max_norm)
         applied = 1 if found_inf is None else (found_inf == 0).to(torch.int32).view(())
         # A gradient with gaps may lie in the memory of a parameter. So it is copied before any parameter is written, as
         # in native plans.
@@ -95,6 +94,29 @@ class ReferencePlan(Plan):
             self._store(t, column, states, found_inf)
             column.step.add_(applied)
         self._found = {}  # a plan does not keep gradients alive
+
+    def count_updates(
+        self,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+        grad_norm: Tensor | None,
+        max_norm: float,
+    ) -> Tensor:
+        grad_scale = _clipped(grad_scale, grad_norm, max_norm)
+        counts = torch.zeros(len(self.members.params), 2, dtype=torch.int64, device=self.device)
+        for t, (column, grad) in self._found.items():
+            if column.remainder is None:
+                continue
+            weight = column.memory.clone()
+            states = [self._fp32(column, k) for k in range(len(self._family.states))]
+            hyper, master = self._hyper[self.members.groups[t]], join(weight, column.remainder)
+            new = master.clone()
+            self._family.reference(
+                [weight], [grad], [[] if s is None else [s.clone()] for s in states], [new], hyper.values, lr=hyper.lr,
+                steps_taken=unsigned(column.step), grad_scale=grad_scale, found_inf=found_inf,
+            )  # fmt: skip
+            counts[t] = count_lost(column.memory, master, new)
+        return counts
 
     def _fp32(self, column: Column, k: int) -> Tensor | None:
         """Returns a state in fp32: the state itself, or a copy if it is bf16 or in codes."""
@@ -125,6 +147,14 @@ class ReferencePlan(Plan):
             else:
                 codes = to_bf16(flat(new), bits[k])
             assign(flat(state), codes, found_inf)
+
+
+def _clipped(grad_scale: Tensor | None, grad_norm: Tensor | None, max_norm: float) -> Tensor | None:
+    """Returns `grad_scale` with the clip coefficient in it. Gradients are divided by the result."""
+    if grad_norm is None:
+        return grad_scale
+    coefficient = (max_norm / (grad_norm + 1e-6)).clamp(max=1.0)
+    return coefficient.reciprocal() if grad_scale is None else grad_scale / coefficient
 
 
 def unsigned(step: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ arguments and the result of the function in `amp_kernels` that has the same name
 - The int8 functions take and return plain tensors, with scales and zero points as separate tensors.
 - `amp_kernels` has no `int8_linear` and no `straight_through_int8`. Only weight-only `nn.Int8Linear` layers call the
   operator `int8_linear`. `straight_through_int8` is the gradient of `fake_quantize_int8`.
+- `amp_kernels` has no `count_exponents_`. Only `PrecisionReport` calls this operator.
 - `matmul` is a module. Its functions specify the operators for 16-bit products.
 
 Some functions that the package offers have no counterpart here, because they call operators that have one:
@@ -15,6 +16,7 @@ the operator of `matmul`.
 
 from . import matmul
 from .adam import adam_, adamw_
+from .exponents import count_exponents_
 from .int8 import (
     dequantize_int8,
     fake_quantize_int8,
@@ -31,6 +33,7 @@ from .unscale import grad_norm, unscale_
 __all__ = [
     "adam_",
     "adamw_",
+    "count_exponents_",
     "dequantize_int8",
     "fake_quantize_int8",
     "grad_norm",

@@ -38,6 +38,23 @@ def split(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return weight, remainder.to(torch.int16)
 
 
+def count_lost(weight: Tensor, master: Tensor, new: Tensor) -> Tensor:
+    """Count the masters that an update changes, and the changes that are lost if they are added to the weights alone.
+
+    Args:
+        weight: fp16 or bf16.
+        master: The masters before the update, in fp32.
+        new: The masters after the update, in fp32.
+
+    Returns:
+        int64 ``[2]``. A change is lost if the 16-bit weight plus the change, rounded to the dtype of the weight, is the
+        weight.
+    """
+    changed = new != master
+    is_lost = changed & ((weight.float() + (new - master)).to(weight.dtype) == weight)
+    return torch.stack([changed.sum(), is_lost.sum()])
+
+
 def _exponent(fp32: Tensor) -> Tensor:
     """Return the exponents of fp16 numbers plus 127, the bias of fp32.
 
