@@ -14,8 +14,10 @@ from .audit import explain
 from .backends import use_backend
 from .functional import *  # noqa: F403 (every public function is a name of the package too)
 from .grad_scaler import GradScaler
+from .precision import PrecisionReport
 
 __version__ = "0.1.0"
 
-__all__ = ["GradScaler", "__version__", "amp", "explain", "nn", "optim", "quantization", "reference", "use_backend"]
+__all__ = ["GradScaler", "PrecisionReport", "__version__", "amp", "explain", "nn", "optim", "quantization"]
+__all__ += ["reference", "use_backend"]
 __all__ += functional.__all__

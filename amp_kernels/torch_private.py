@@ -46,6 +46,15 @@ def is_transformed() -> bool:
     return are_functorch_transforms_active() or getattr(forward_ad, "_current_level", 0) >= 0
 
 
+def is_in_backward() -> bool:
+    """Return whether this thread runs a backward pass, so that a layer runs only to compute its activations again.
+
+    If torch cannot tell, the answer is False. `PrecisionReport` then counts recomputed activations twice.
+    """
+    ask = getattr(torch._C, "_current_graph_task_id", None)
+    return ask is not None and ask() != -1
+
+
 def dispatch_modes() -> list[Any] | None:
     """Return the dispatch modes of this thread, the innermost last. If torch has no function for it, return None.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ from ._stored import storages
 from ._sweep import sweep
 from ._tensors import dense, local
 from ._wrappers import is_called_by, is_in_wrappers_of_torch
+
+if TYPE_CHECKING:
+    from ..precision import PrecisionReport
 
 _ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
 
@@ -85,6 +88,11 @@ class FusedOptimizer(WithCheckpoints):
     grad_scale: Tensor | None
     found_inf: Tensor | None
     _checked_plans: list[Plan] | None = None
+    # For `PrecisionReport` (precision.py): the report that samples this step, the report that samples some steps, and
+    # how many other steps come before its next one.
+    _observer: PrecisionReport | None = None
+    _sampler: PrecisionReport | None = None
+    _steps_to_sample = 0
     # `found_inf` of the last step, which `ema_` reads. A scaler that skips a step on the host sets it too.
     _last_found_inf: Tensor | None = None
 
@@ -214,11 +222,24 @@ class FusedOptimizer(WithCheckpoints):
             if max_norm is not None:
                 self._run_gradient_pass(plans, grad_scale, divide=True, write=False, clear=False)
         norm = self._norm if max_norm is not None else None
+        observer = self._observer
+        if observer is not None:
+            observer._observe(plans, grad_scale, found_inf, norm, max_norm or 0.0)
         for plan in plans:
             plan.update(
                 _on(grad_scale, plan.device), _on(found_inf, plan.device), _on(norm, plan.device), max_norm or 0.0
             )
+        if observer is not None:
+            observer._end_step()
+        elif self._steps_to_sample > 0:
+            self._count_down()
         return loss
+
+    def _count_down(self) -> None:
+        """Counts a step that is not sampled. If the next one is to be sampled, lets the report prepare for it."""
+        self._steps_to_sample -= 1
+        if self._steps_to_sample == 0 and self._sampler is not None:
+            self._sampler._start()
 
     def _refuse_partial_norm(self) -> None:
         """Raises RuntimeError if this rank holds only a part of the gradients."""

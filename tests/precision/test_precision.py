@@ -1,0 +1,567 @@
+"""PrecisionReport: its counts against plain torch, what it samples, what it leaves alone, and what it advises."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+import sys
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import amp_kernels
+from amp_kernels import PrecisionReport, precision
+from amp_kernels.optim import FusedAdamW, FusedSGD
+
+LOW = torch.float16
+
+
+class Last(nn.Linear):
+    """A layer whose code is not torch's, so that it can be compiled alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+class Scale(nn.Module):
+    """The identity, whose backward pass multiplies the gradient by a factor."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.factor == 1 else _Scale.apply(x, self.factor)
+
+
+class _Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient * ctx.factor, None
+
+
+def network(device: Any, dtype: torch.dtype = LOW, *, factor: float = 1.0) -> nn.Sequential:
+    torch.manual_seed(1)
+    model = nn.Sequential(
+        nn.Linear(24, 40),
+        nn.ReLU(inplace=True),
+        Scale(factor),
+        nn.Linear(40, 40, bias=False),
+        nn.Tanh(),
+        Last(40, 5),
+    )
+    return model.to(device, dtype)
+
+
+def batch(device: Any, dtype: torch.dtype = LOW, *, rows: int = 33, seed: int = 0) -> Tensor:
+    return torch.randn(rows, 24, generator=torch.Generator().manual_seed(seed), device="cpu").to(device, dtype)
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).float().square().mean()
+
+
+def train(model: nn.Module, optimizer: Any, scaler: Any, x: Tensor) -> None:
+    optimizer.zero_grad()
+    loss = loss_of(model, x)
+    (loss if scaler is None else scaler.scale(loss)).backward()
+    if scaler is None:
+        optimizer.step()
+    else:
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def by_key(report: PrecisionReport) -> dict[tuple[str, str], precision.Row]:
+    rows = report.rows()
+    keyed = {(row.kind, row.name): row for row in rows}
+    assert len(keyed) == len(rows)
+    return keyed
+
+
+def assert_counts(row: precision.Row, tensor: Tensor) -> None:
+    """The figures of a row, computed from the tensor by other means than the reference of the operator."""
+    x = tensor.detach().cpu()
+    wide = x.double()
+    finite = wide[wide.isfinite()]
+    smallest = torch.finfo(x.dtype).smallest_normal
+    assert (row.dtype, row.total) == (x.dtype, x.numel())
+    assert row.zeros * row.total == pytest.approx((wide == 0).sum().item())
+    assert row.nonfinite == (~wide.isfinite()).sum().item()
+    assert row.subnormal * row.total == pytest.approx(((finite != 0) & (finite.abs() < smallest)).sum().item())
+    assert row.lost_in_fp16 * row.total == pytest.approx(((finite != 0) & (finite.abs() < 2.0**-25)).sum().item())
+    assert row.largest == (finite.abs().max().item() if finite.numel() else 0.0)
+    exponents = torch.frexp(finite[finite != 0])[1] - 1 + 127
+    assert torch.equal(row.exponents[1:255], torch.bincount(exponents.clamp(min=0), minlength=255)[1:255])
+    if not row.nonfinite:
+        assert row.norm == pytest.approx(torch.linalg.vector_norm(wide).item(), rel=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------------ what is counted
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_counts_are_those_of_torch(device, dtype):
+    model = network(device, dtype, factor=2.0**-12)
+    optimizer = FusedSGD(model.parameters(), lr=2.0**-9)
+    scaler = amp_kernels.GradScaler(device, init_scale=8.0)
+    expected: dict[tuple[str, str], Tensor] = {}
+
+    def keep(name: str) -> Any:
+        def hook(module: Any, args: Any, output: Tensor) -> None:
+            expected["activation", name] = output.detach().clone()
+            output.register_hook(lambda gradient: expected.update({("activation_grad", name): gradient.clone()}))
+
+        return hook
+
+    handles = [layer.register_forward_hook(keep(name)) for name, layer in model.named_children()]
+    report = PrecisionReport(model, optimizer, scaler)
+    with report:
+        scaler.scale(loss_of(model, batch(device, dtype))).backward()
+        masters = {name: optimizer.master(p).clone() for name, p in model.named_parameters()}
+        scaler.step(optimizer)
+    for handle in handles:
+        handle.remove()
+    weights = dict(model.named_parameters())
+    expected |= {("weight_grad", name): p.grad for name, p in weights.items()}
+    found = by_key(report)
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert_counts(found[key], tensor)
+    assert report.scale == 8.0
+    for name, master in masters.items():
+        row, change = found["weight_grad", name], optimizer.master(weights[name]) - master
+        before = master.to(dtype)
+        lost = (change != 0) & ((before.float() + change).to(dtype) == before)
+        expected_counts = (0, 0) if dtype is torch.float32 else ((change != 0).sum().item(), lost.sum().item())
+        assert (row.changed, row.lost) == expected_counts
+    assert dtype is torch.float32 or sum(row.lost for row in found.values()) > 0
+
+
+def test_a_step_with_inf_loses_no_updates_and_names_it(device):
+    model = network(device)
+    optimizer = FusedAdamW(model.parameters(), lr=1e-3)
+    scaler = amp_kernels.GradScaler(device, init_scale=4.0)
+    with PrecisionReport(model, optimizer, scaler) as report:
+        scaler.scale(loss_of(model, batch(device))).backward()
+        model[3].weight.grad[3, 5] = torch.inf
+        scaler.step(optimizer)
+    found = by_key(report)
+    assert found["weight_grad", "3.weight"].nonfinite == 1
+    assert all(row.changed == row.lost == 0 for row in found.values())
+    assert report.advice()[0].startswith("3.weight: 1 of its weight gradients are NaN or inf at a scale of 4;")
+
+
+def test_micro_batches_are_added(device):
+    model = network(device)
+    optimizer = FusedSGD(model.parameters(), lr=0.5)
+    report = PrecisionReport(model, optimizer, every=1)
+    for seed in range(3):
+        loss_of(model, batch(device, seed=seed, rows=10)).backward()
+    optimizer.step()
+    found = by_key(report)
+    assert found["activation", "0"].total == found["activation_grad", "0"].total == 3 * 10 * 40
+    assert found["weight_grad", "0.weight"].total == 24 * 40
+
+
+class Outputs(nn.Module):
+    """A layer that runs twice, one that returns its parameter, and layers with several outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice, self.many, self.own = nn.Linear(24, 24), Many(), Own()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.many(self.twice(self.twice(x)))
+        return out["a"][0] * out["b"] + self.own().sum()
+
+
+class Many(nn.Module):
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {"a": [x * 2, None], "b": x + 1, "c": torch.arange(3), "d": "text", "e": x.double()}
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(7))
+
+    def forward(self) -> Tensor:
+        return self.weight
+
+
+def test_outputs_of_any_kind():
+    model = Outputs()
+    optimizer = FusedSGD(model.parameters(), lr=0.5)
+    report = PrecisionReport(model, optimizer)
+    for _ in range(2):
+        optimizer.zero_grad()
+        with report:
+            model(torch.randn(6, 24)).sum().backward()
+            optimizer.step()
+        found = by_key(report)
+        assert found["activation", "twice"].total == found["activation_grad", "twice"].total == 2 * 6 * 24
+        assert found["activation", "many"].total == found["activation_grad", "many"].total == 2 * 6 * 24
+        assert found["activation", "own"].total == found["activation_grad", "own"].total == 7
+    assert not model.own.weight._backward_hooks  # a hook on a parameter would stay for good
+
+
+def test_validation_is_not_counted():
+    model = network("cpu")
+    optimizer = FusedSGD(model.parameters(), lr=0.5)
+    report = PrecisionReport(model, optimizer, every=1)
+    with torch.no_grad():
+        model.eval()(batch("cpu", rows=100))
+    train(model.train(), optimizer, None, batch("cpu"))
+    assert by_key(report)["activation", "0"].total == 33 * 40
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_activations_are_counted_once(reentrant):
+    model = network("cpu")
+    optimizer = FusedSGD(model.parameters(), lr=0.5)
+    with PrecisionReport(model, optimizer) as report:
+        x = batch("cpu").requires_grad_()
+        checkpoint(model, x, use_reentrant=reentrant).float().square().mean().backward()
+        optimizer.step()
+    found = by_key(report)
+    assert {name for _, name in found} >= {"0", "1", "2", "3", "4", "5"}
+    assert all(found["activation", str(i)].total == found["activation_grad", str(i)].total for i in range(6))
+    assert found["activation", "0"].total == 33 * 40
+
+
+@pytest.mark.parametrize("compiled", ["model", "layers", "original", "step"])
+def test_compiled_code_runs_eagerly_in_a_sampled_step(compiled):
+    model = network("cpu", torch.float32)
+    optimizer = FusedSGD(model.parameters(), lr=0.5)
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        def run(*args: Any) -> Any:
+            graphs.append(graph)
+            return graph(*args)
+
+        return run
+
+    step, reported = train, model
+    if compiled == "model":
+        model = reported = torch.compile(model, backend=backend)  # type: ignore[assignment]
+    elif compiled == "layers":
+        for layer in model:
+            layer.compile(backend=backend)
+    elif compiled == "original":
+        model = torch.compile(model, backend=backend)  # type: ignore[assignment]
+    else:
+        step = torch.compile(train, backend=backend)
+    is_seen = compiled in ("model", "layers")  # by hooks, so that the report can count every third step
+    report = PrecisionReport(reported, optimizer, every=3 if is_seen else None)
+    ran = []
+    for seed in range(6):
+        graphs.clear()
+        with nullcontext() if is_seen or seed % 3 < 2 else report:
+            step(model, optimizer, None, batch("cpu", torch.float32, seed=seed))
+        ran.append(len(graphs))
+    assert [count > 0 for count in ran] == [True, True, False] * 2
+    found = {(kind, name.removeprefix("_orig_mod.")): row for (kind, name), row in by_key(report).items()}
+    kinds = ("activation", "activation_grad")
+    assert all(found[kind, str(layer)].total == 33 * (5 if layer == 5 else 40) for kind in kinds for layer in range(6))
+    assert found["weight_grad", "3.weight"].total == 40 * 40
+    torch._dynamo.reset()
+
+
+def test_a_report_that_sees_no_layer_says_so():
+    model = network("cpu", torch.float32)
+    optimizer = FusedSGD(model.parameters(), lr=0.5)
+    report = PrecisionReport(model, optimizer, every=1)
+    with pytest.warns(UserWarning, match="no layer of the model called its hooks"):
+        model[0].weight.grad = torch.ones_like(model[0].weight)
+        optimizer.step()
+    assert {kind for kind, _ in by_key(report)} == {"weight_grad"}
+    report.close()
+
+
+def test_code_is_compiled_again_after_a_training():
+    model = network("cpu", torch.float32)
+    optimizer = FusedSGD(model.parameters(), lr=0.5)
+    report = PrecisionReport(model, optimizer, every=1)
+    train(model, optimizer, None, batch("cpu", torch.float32))
+    graphs = []
+    compiled = torch.compile(lambda x: x + 1, backend=lambda graph, inputs: graphs.append(graph) or graph)
+    model.eval()(batch("cpu", torch.float32))
+    compiled(torch.ones(2))
+    assert len(graphs) == 1
+    report.close()
+    torch._dynamo.reset()
+
+
+# ------------------------------------------------------------------------------------------------ what it leaves alone
+def test_other_steps_run_no_code_of_the_report(device):
+    model = network(device)
+    optimizer = FusedAdamW(model.parameters(), lr=1e-3)
+    scaler = amp_kernels.GradScaler(device, init_scale=4.0)
+    report = PrecisionReport(model, optimizer, scaler, every=4)
+    sampled = []
+    for seed in range(9):
+        called = False
+
+        def watch(frame: Any, event: str, argument: Any) -> None:
+            nonlocal called
+            called = called or frame.f_code.co_filename == precision.__file__
+
+        hooks = sum(len(layer._forward_hooks) for layer in model)
+        sys.setprofile(watch)
+        try:
+            train(model, optimizer, scaler, batch(device, seed=seed))
+        finally:
+            sys.setprofile(None)
+        # The step before a sample installs the hooks, and the sample itself removes them.
+        sampled.append((hooks > 0, called))
+    off, installs, samples = (False, False), (False, True), (True, True)
+    assert sampled == [off, off, installs, samples, off, off, installs, samples, off]
+    assert by_key(report)["activation", "0"].total == 33 * 40
+    report.close()
+    for seed in range(4):
+        train(model, optimizer, scaler, batch(device, seed=seed))
+    assert optimizer._observer is None and not any(layer._forward_hooks for layer in model)
+
+
+def test_training_is_the_same_with_a_report(device):
+    def weights(every: int | None) -> list[Tensor]:
+        model = network(device)
+        optimizer = FusedAdamW(model.parameters(), lr=1e-3, max_grad_norm=0.5, state_dtype=torch.bfloat16)
+        scaler = amp_kernels.GradScaler(device, init_scale=2.0**20, growth_interval=2)
+        report = None if every is None else PrecisionReport(model, optimizer, scaler, every=every)
+        for seed in range(5):
+            train(model, optimizer, scaler, batch(device, seed=seed))
+        assert report is None or report.rows()
+        masters = [optimizer.master(p) for p in model.parameters()]
+        return [*masters, *(t for s in optimizer.state.values() for t in s.values()), scaler._scale]
+
+    for with_report, without in zip(weights(1), weights(None), strict=True):
+        assert torch.equal(with_report, without)
+
+
+def test_a_sample_can_end_without_a_step():
+    model = network("cpu")
+    optimizer = FusedSGD(model.parameters(), lr=0.5)
+    report = PrecisionReport(model, optimizer)
+    with pytest.raises(ZeroDivisionError), report:
+        loss_of(model, batch("cpu")).backward()
+        _ = 1 / 0
+    assert {kind for kind, _ in by_key(report)} == {"activation", "activation_grad"}
+    assert optimizer._observer is None and not any(layer._forward_hooks for layer in model)
+
+
+@pytest.mark.parametrize("scaler", [amp_kernels.GradScaler, torch.amp.GradScaler])
+@pytest.mark.parametrize("unscales", [False, True])
+def test_scalers(scaler, unscales):
+    model = network("cpu", torch.float32)
+    optimizer = FusedSGD(model.parameters(), lr=0.5)
+    scaler = scaler("cpu", init_scale=2.0**10)
+    with PrecisionReport(model, optimizer, scaler) as report:
+        scaler.scale(loss_of(model, batch("cpu", torch.float32))).backward()
+        largest = model[0].weight.grad.abs().max().item()
+        if unscales:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+    assert report.scale == 2.0**10
+    row = by_key(report)["weight_grad", "0.weight"]
+    assert row.largest == pytest.approx(largest / 2**10 if unscales else largest)
+
+
+# ------------------------------------------------------------------------------------------------------------- advice
+def test_a_layer_whose_gradients_vanish_is_named(device):
+    model = network(device, factor=2.0**-30)
+    optimizer = FusedSGD(model.parameters(), lr=0.0)
+    scaler = amp_kernels.GradScaler(device, init_scale=2.0**4)
+    with PrecisionReport(model, optimizer, scaler) as report:
+        scaler.scale(loss_of(model, batch(device))).backward()
+        scaler.step(optimizer)
+    found, advice = by_key(report), report.advice()
+    assert {said.partition(":")[0] for said in advice} == {"0", "1", "0.weight", "0.bias"}
+    assert found["activation", "1"].zeros > 0.3  # the zeros of ReLU call for no advice
+    rows = [found[kind, name] for kind, name in found if kind == "activation_grad"]
+    room = math.floor(math.log2(65504 / max(row.largest for row in rows)))
+    weights = max(found["weight_grad", name].largest for name, _ in model.named_parameters())
+    room = min(room, math.floor(math.log2(65504 / weights)))
+    assert room > 3
+    assert all(
+        said.endswith(f"0 or subnormal; the scale may rise by 2^{room} before fp16 overflows") for said in advice
+    )
+    # At a scale that is 2^room times as large nothing overflows; at twice that scale, something does.
+    for more, overflows in ((room, False), (room + 1, True)):
+        optimizer.zero_grad()
+        scaler = amp_kernels.GradScaler(device, init_scale=2.0 ** (4 + more))
+        with report:
+            scaler.scale(loss_of(model, batch(device))).backward()
+            scaler.step(optimizer)
+        assert any(row.nonfinite for row in report.rows()) == overflows
+
+
+def test_zeros_that_no_scale_changes_are_no_underflow():
+    model = nn.Sequential(nn.Linear(24, 40), nn.ReLU(), nn.Linear(40, 5)).half()
+    with torch.no_grad():
+        model[0].bias.fill_(-1.0)
+    optimizer = FusedSGD(model.parameters(), lr=0.5)
+    with PrecisionReport(model, optimizer) as report:
+        (model(batch("cpu")).sum()).backward()
+        optimizer.step()
+    row = by_key(report)["activation_grad", "0"]
+    assert row.zeros > 0.5 and row.subnormal == 0 and row.vanished == 0
+    assert not any(said.startswith("0:") for said in report.advice())
+
+
+def test_layers_that_overflow_are_named():
+    model = network("cpu")
+    with torch.no_grad():
+        model[3].weight.mul_(3000)
+    optimizer = FusedSGD(model.parameters(), lr=0.5)
+    with PrecisionReport(model, optimizer) as report:
+        loss_of(model, 100 * batch("cpu")).backward()
+    first, *others = report.advice()
+    bad = int((~model[3](model[:3](100 * batch("cpu"))).isfinite()).sum())
+    assert bad > 0 and first.startswith(f"3: {bad} of its activations are NaN or inf, and the largest finite one is ")
+    assert not any("at a scale" in said for said in others)  # the gradients are NaN because of the activations
+
+
+def test_activations_near_the_largest_number_are_named():
+    model = nn.Sequential(nn.Linear(4, 4, bias=False)).half()
+    nn.init.eye_(model[0].weight)
+    optimizer = FusedSGD(model.parameters(), lr=0.5)
+    with PrecisionReport(model, optimizer) as report:
+        model(torch.full((2, 4), 40000.0).half())
+    assert report.advice() == [
+        "0: its largest activation is 4e+04, and fp16 ends at 65504; compute the layer in bf16 or fp32"
+    ]
+
+
+def test_parameters_whose_updates_are_lost_are_named(device):
+    model = network(device, torch.bfloat16)
+    groups = [{"params": list(model[:3].parameters()), "lr": 2.0**-16}, {"params": list(model[3:].parameters())}]
+    optimizer = FusedSGD(groups, lr=2.0)
+    with PrecisionReport(model, optimizer) as report:
+        loss_of(model, batch(device, torch.bfloat16)).backward()
+        optimizer.step()
+    named = [said.partition(":")[0] for said in report.advice() if "updates are lost without a master" in said]
+    assert sorted(named) == ["0.bias", "0.weight"]
+
+
+# ------------------------------------------------------------------------------------------------------------- results
+def test_results_before_and_after_a_sample(tmp_path):
+    pytest.importorskip("matplotlib")
+    model = network("cpu")
+    optimizer = FusedSGD(model.parameters(), lr=0.5)
+    report = PrecisionReport(model, optimizer, every=1)
+    assert (report.rows(), report.as_dict(), report.advice(), report.scale) == ([], {}, [], None)
+    assert str(report) == "PrecisionReport: no step was sampled yet"
+    with pytest.raises(ValueError, match="no sampled step has an activation_grad"):
+        report.plot()
+    train(model, optimizer, None, batch("cpu"))
+    figures = report.as_dict()
+    row = by_key(report)["weight_grad", "3.weight"]
+    assert figures["scale"] == 1.0 and figures["weight_grad/3.weight/zeros"] == row.zeros
+    assert figures["weight_grad/3.weight/lost_updates"] == row.lost_updates == row.lost / row.changed
+    assert all(isinstance(figure, (int, float)) and math.isfinite(figure) for figure in figures.values())
+    text = str(report).splitlines()
+    assert text[0] == "loss scale: 1" and len([line for line in text if " float16 " in line]) == len(report.rows())
+    assert len(report.table(limit=2).splitlines()) == 4
+    for kind in precision.KINDS:
+        figure = report.plot(kind)
+        bars, colours, *_ = figure.axes
+        rows = [row for row in report.rows() if row.kind == kind]
+        assert sorted(label.get_text() for label in bars.get_yticklabels()) == sorted(row.name for row in rows)
+        shown = torch.as_tensor(colours.images[0].get_array()).sum(1)
+        names = [label.get_text() for label in bars.get_yticklabels()]
+        for name, share in zip(names, shown.tolist(), strict=True):
+            (row,) = (row for row in rows if row.name == name)
+            assert share == pytest.approx(1 - row.zeros - row.nonfinite / row.total, abs=1e-6)
+        figure.savefig(tmp_path / f"{kind}.png")
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+def test_a_capture_is_refused_before_anything_changes(monkeypatch):
+    model = network("cpu")
+    optimizer = FusedSGD(model.parameters(), lr=0.5)
+    report = PrecisionReport(model, optimizer, every=1)
+    loss_of(model, batch("cpu")).backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    monkeypatch.setattr(precision, "capturing", lambda device: True)
+    with pytest.raises(RuntimeError, match="must not be captured in a CUDA graph"):
+        optimizer.step()
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    with pytest.raises(RuntimeError, match="must not be captured in a CUDA graph"):
+        model(batch("cpu"))
+    report.close()
+    optimizer.step()
+
+
+def test_arguments():
+    model = network("cpu")
+    optimizer = FusedSGD(model.parameters(), lr=0.5)
+    theirs = torch.optim.SGD(model.parameters(), lr=0.5)
+    with pytest.raises(TypeError, match="model must be a torch Module, got a list"):
+        PrecisionReport([model], optimizer)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"optimizer must be one of amp_kernels\.optim.*got a SGD"):
+        PrecisionReport(model, theirs)
+    for every in (1.0, True, "1"):
+        with pytest.raises(TypeError, match="every must be an int or None"):
+            PrecisionReport(model, optimizer, every=every)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="every must be at least 1, got 0"):
+        PrecisionReport(model, optimizer, every=0)
+    report = PrecisionReport(model, optimizer, every=1)
+    with pytest.raises(ValueError, match="another report samples the optimizer"):
+        PrecisionReport(model, optimizer)
+    with pytest.raises(ValueError, match="kind must be one of activation, activation_grad, weight_grad, got 'x'"):
+        report.plot("x")
+    with report, pytest.raises(RuntimeError, match="must not be nested"), report:
+        pass
+    report.close()
+    PrecisionReport(model, optimizer, every=1).close()
+
+
+def test_a_block_of_a_report_that_also_samples_every_step():
+    model = network("cpu")
+    optimizer = FusedSGD(model.parameters(), lr=0.5)
+    report = PrecisionReport(model, optimizer, every=3)
+    train(model, optimizer, None, batch("cpu"))
+    with report:
+        for rows in (2, 3):
+            train(model, optimizer, None, batch("cpu", rows=rows))
+    assert by_key(report)["activation", "0"].total == 5 * 40
+    for rows, expected in ((7, 5), (8, 5), (9, 9), (10, 9)):
+        train(model, optimizer, None, batch("cpu", rows=rows))
+        assert by_key(report)["activation", "0"].total == expected * 40
+
+
+def test_copies_of_an_optimizer_are_not_sampled():
+    model = network("cpu")
+    optimizer = FusedSGD(model.parameters(), lr=0.5)
+    report = PrecisionReport(model, optimizer, every=1)
+    for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert copied._observer is None and copied._sampler is None
+    train(model, optimizer, None, batch("cpu"))
+    assert report.rows()
+
+
+class Proxy:
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+
+def test_wrapped_optimizers():
+    model = network("cpu")
+    optimizer = Proxy(FusedSGD(model.parameters(), lr=0.5))
+    report = PrecisionReport(model, optimizer, every=1)
+    train(model, optimizer, None, batch("cpu"))
+    assert by_key(report)["weight_grad", "0.weight"].total == 24 * 40
