@@ -30,7 +30,7 @@ from .reference.exponents import COLUMNS, ZEROS
 from .report import table
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    pass
 
 KINDS = ("activation", "activation_grad", "weight_grad")
 _BIAS = 127  # column e of the counts holds magnitudes from 2^(e - 127) on
@@ -489,7 +489,7 @@ class PrecisionReport:
         more = f"\n... and {len(rows) - shown} more; see table(limit=None)" if len(rows) > shown else ""
         return "\n".join([f"loss scale: {self.scale:g}", self.table(shown) + more, *self.advice()])
 
-    def plot(self, kind: str = "activation_grad") -> Figure:
+    def plot(self, kind: str = "activation_grad") -> Any:
         """Plot the exponents of each layer in the last sample. Needs matplotlib. Waits for the device.
 
         The left part shows for each layer the share of elements that are 0 or subnormal. The right part is a histogram
@@ -500,7 +500,7 @@ class PrecisionReport:
             kind: "activation", "activation_grad" or "weight_grad".
 
         Returns:
-            A matplotlib figure.
+            A `matplotlib.figure.Figure`.
 
         Raises:
             ValueError: `kind` is none of these, or the last sample has no row of this kind.
@@ -576,7 +576,7 @@ def _advice(row: Row, scale: float, room: int | None, overflows: bool) -> str | 
     return None
 
 
-def _plot(rows: Sequence[Row], kind: str, scale: float) -> Figure:
+def _plot(rows: Sequence[Row], kind: str, scale: float) -> Any:
     from matplotlib.figure import Figure
 
     low, high = -40, 17  # the exponents that the histogram shows; others are in its first and last column

@@ -11,8 +11,8 @@ is the largest magnitude of the group. It is 0 if the whole group is 0, and NaN 
 Rounding is at random, so that a slow average moves although most of its changes are smaller than a step of the code.
 `amp_kernels.reference.encode` rounds to nearest if it gets no random bits.
 
-The reasons for these codes are measured in section 8 of benchmarks/RESULTS.md. All arithmetic is fp32, in an order that
-no compiler can fuse. So every backend computes the same bits.
+The reasons for these codes are measured in benchmarks/RESULTS.md, "Codes for 8-bit optimizer states". All arithmetic is
+fp32, in an order that no compiler can fuse. So every backend computes the same bits.
 """
 
 from __future__ import annotations

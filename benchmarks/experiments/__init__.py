@@ -16,4 +16,5 @@ NAMES = (
     "multiples_of_8",
     "foreach_fused",
     "state_codes",
+    "underflow",
 )

@@ -18,8 +18,8 @@ BEGIN, END = "<!-- experiments: python -m benchmarks.experiments.page -->\n", "<
 INTRODUCTION = """# The published experiments, rerun
 
 Published measurements of mixed-precision training, repeated with the kernels of amp_kernels ("ours") and with those of
-other packages. The last experiment repeats nobody's. `make experiments` measures them on your machine.
-`python -m benchmarks.experiments.page` writes this page from the committed CSVs.
+other packages. The experiment on codes for optimizer states repeats nobody's. `make experiments` measures them on your
+machine. `python -m benchmarks.experiments.page` writes this page from the committed CSVs.
 
 - Published figures have tables of their own. Times under "Ours" are ratios within one process, since seconds on two
   machines cannot be compared. In a *round* each contender has one turn.
