@@ -32,6 +32,8 @@ from .report import table
 if TYPE_CHECKING:
     pass
 
+__all__ = ["PrecisionReport", "Row"]
+
 KINDS = ("activation", "activation_grad", "weight_grad")
 _BIAS = 127  # column e of the counts holds magnitudes from 2^(e - 127) on
 _SUBNORMAL = {torch.float16: _BIAS - 14, torch.bfloat16: 1, torch.float32: 1}  # columns below this one, without zeros
@@ -56,6 +58,13 @@ class Row(NamedTuple):
         norm: The L2 norm of all elements.
         changed: For a 16-bit parameter, how many masters the step changed. Otherwise 0.
         lost: How many of these changes the 16-bit weight would lose without its master.
+
+    Examples:
+        >>> exponents = torch.zeros(257, dtype=torch.int64)
+        >>> exponents[[100, 127, 256]] = torch.tensor([1, 2, 1])
+        >>> row = amp_kernels.precision.Row("head", "activation_grad", torch.float32, exponents, 1.5, 2.0)
+        >>> row.zeros, row.lost_in_fp16
+        (0.25, 0.25)
     """
 
     name: str
@@ -169,15 +178,8 @@ class PrecisionReport:
     - for each 16-bit parameter, the share of updates that are lost if they are added to the 16-bit weight. The fused
       optimizers do not lose them, because they keep masters.
 
-    There are two ways to sample. `every=100` samples the 100th, the 200th, ... step of the optimizer. `with report:`
-    samples the steps in its block:
-
-        report = amp_kernels.PrecisionReport(model, optimizer, scaler)
-        with report:
-            scaler.scale(model(x).sum()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        print(report)
+    There are two ways to sample. `every=100` samples the 100th, the 200th, ... step of the optimizer. A `with` block
+    samples the steps in it.
 
     A *layer* is a module without submodules, or one with parameters of its own. All counts are exact. They stay on the
     device, and the host does not wait before a method reads them. A new sample replaces the last one. The step of the
@@ -210,6 +212,15 @@ class PrecisionReport:
         ...     optimizer.step()
         >>> print(report.advice()[0])
         weight: 100% of its weight gradients are 0 or subnormal; the scale may rise by 2^15 before fp16 overflows
+        >>> report.as_dict()["activation_grad/Linear/largest"]
+        1.0
+        >>> [(row.kind, row.total) for row in report.rows()]
+        [('weight_grad', 8), ('activation_grad', 2), ('weight_grad', 2), ('activation', 2)]
+        >>> print(report.table(limit=1).splitlines()[-1].split()[:5])
+        ['weight', 'weight_grad', 'float16', '0.0%', '100.0%']
+        >>> len(report.plot().axes)
+        3
+        >>> report.close()
     """
 
     def __init__(self, model: nn.Module, optimizer: Any, scaler: Any = None, *, every: int | None = None) -> None:
@@ -397,8 +408,9 @@ class PrecisionReport:
         `Row.headroom`.
 
         Returns:
-            A `Row` for the outputs of each layer, for their gradients, and for the gradient of each parameter. Layers
-            that did not run, and parameters without a gradient, have none. Empty before the first sample.
+            A list with a `Row` for the outputs of each layer, for their gradients, and for the gradient of each
+                parameter. Layers that did not run, and parameters without a gradient, have none. The list is empty
+                before the first sample.
         """
         if self._last is None:
             return []
@@ -409,10 +421,10 @@ class PrecisionReport:
         """Return the figures of the last sample, for a logger. Waits for the device.
 
         Returns:
-            Keys are `kind/name/figure`, for example `"activation_grad/blocks.0.attn/zeros"`. The figures are `zeros`,
-            `subnormal`, `vanished`, `lost_in_fp16` and `lost_updates` (shares from 0 to 1), `nonfinite` (a count),
-            `largest`, `norm`, and `headroom` (doublings until 65504; it is left out if all elements are 0). `"scale"`
-            is the loss scale. Empty before the first sample.
+            A dict whose keys are `kind/name/figure`, for example `"activation_grad/blocks.0.attn/zeros"`. The figures
+                are `zeros`, `subnormal`, `vanished`, `lost_in_fp16` and `lost_updates` (shares from 0 to 1),
+                `nonfinite` (a count), `largest`, `norm`, and `headroom` (doublings until 65504; it is left out if all
+                elements are 0). `"scale"` is the loss scale. The dict is empty before the first sample.
         """
         figures: dict[str, float] = {}
         if (scale := self.scale) is not None:
@@ -433,6 +445,9 @@ class PrecisionReport:
         Waits for the device. The sentences follow from these figures: NaN and inf; at least 5 % of gradients that fp16
         made 0 or subnormal; activations within a factor of 2 of 65504; at least half of the updates lost without a
         master.
+
+        Returns:
+            A list of sentences.
         """
         rows, scale = self.rows(), self.scale
         room = self._room(rows, scale or 1.0)
@@ -458,6 +473,9 @@ class PrecisionReport:
 
         Args:
             limit: The largest number of rows. None: all of them.
+
+        Returns:
+            The table, with a line of headers.
         """
         rows = self.rows()
         headers = (
