@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from optim_cases import ALL, TORCH, families, iterate, parameters, set_grads, started, stock
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import amp_kernels
 from amp_kernels.optim import FusedAdamW, FusedSGD
@@ -231,6 +232,198 @@ def test_an_eps_warns_for_each_optimizer(device):
             if step % 2:
                 del optimizer
     assert len(caught) == 5
+
+
+# ------------------------------------------------------------------------------------------------- gradients of zeros
+EVERY = 5  # steps for each look, in place of 100
+
+
+@pytest.fixture
+def looks_often(monkeypatch):
+    monkeypatch.setattr(amp_kernels.grad_scaler, "STEPS_PER_LOOK", EVERY)
+
+
+def warned_in(run: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    assert all(w.filename == __file__ for w in caught)
+    return [str(w.message) for w in caught]
+
+
+def train(scaler: Any, grads_of: Any, steps: int, unscale: bool = False) -> list[str]:
+    """Takes steps with the gradients `grads_of(step)`, a dict from optimizers to a list with one for each parameter."""
+
+    def run() -> None:
+        for step in range(steps):
+            for optimizer, grads in grads_of(step).items():
+                for p, grad in zip(optimizer.param_groups[0]["params"], grads, strict=True):
+                    p.grad = grad if grad is None or isinstance(grad, torch.Tensor) else torch.full_like(p, grad)
+                if unscale:
+                    scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                optimizer.zero_grad()  # as some loops do, before `update`
+            scaler.update()
+
+    return warned_in(run)
+
+
+# The third look is at the first step after 3 * EVERY updates.
+BEFORE, AT = 3 * EVERY, 3 * EVERY + 1
+
+
+@pytest.mark.parametrize("via", [FusedSGD, torch.optim.SGD, lambda ps, lr: torch.optim.SGD(ps, lr=lr, fused=True)])
+@pytest.mark.parametrize("unscale", [False, True], ids=["", "unscale_"])
+def test_a_scale_that_is_too_small_warns_once(device, looks_often, via, unscale):
+    """A small loss at a scale of 1. All weights have gradients of 0 in fp16, and none at a scale of 2^16."""
+    for scale, expected in ((1.0, 1), (2.0**16, 0)):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 300), torch.nn.ReLU(), torch.nn.Linear(300, 4)).to(device)
+        optimizer = via(model.half().named_parameters(), lr=1e-3)
+        scaler = amp_kernels.GradScaler(device.type, init_scale=scale)
+        x = torch.randn(16, 8, device=device).half()
+
+        def steps(count: int, model=model, optimizer=optimizer, scaler=scaler, x=x) -> list[str]:
+            def run() -> None:
+                for _ in range(count):
+                    optimizer.zero_grad()
+                    scaler.scale((model(x).float() * 1e-6 / 64).mean()).backward()
+                    if unscale:
+                        scaler.unscale_(optimizer)
+                    scaler.step(optimizer)
+                    scaler.update()
+
+            return warned_in(run)
+
+        assert steps(BEFORE) == []
+        messages = steps(AT - BEFORE) if device.type == "cpu" else steps(EVERY)
+        assert len(messages) == expected
+        for message in messages:
+            assert "was 0 for 4 parameters (0.weight is the first) in each of 3 looks, 5 steps apart" in message
+            assert "underflow at a scale of 1: use a larger init_scale" in message
+        assert steps(5 * EVERY) == []
+        assert scaler.skipped_steps == 0
+
+
+ZEROS = {
+    "in three looks, not in a row": lambda step: 1.0 if step == 2 * EVERY else 0.0,
+    "in a skipped step": lambda step: 0.0,  # of which another gradient is NaN
+    "missing": lambda step: None if step == 2 * EVERY else 0.0,
+    "missing always": lambda step: None,
+    "NaN": lambda step: torch.nan if step % EVERY == 0 else 0.0,
+    "empty": lambda step: torch.zeros(0),
+    "one element": lambda step: torch.eye(40)[:1],
+    "one element of a long one": lambda step: torch.eye(1, 1600)[0],
+    "the smallest number": lambda step: 1e-45,
+}
+
+
+@pytest.mark.parametrize("via", [FusedSGD, torch.optim.SGD])
+@pytest.mark.parametrize("name", ZEROS)
+def test_what_is_no_gradient_of_zeros(looks_often, via, name):
+    grad = ZEROS[name](1)
+    params = [torch.nn.Parameter(torch.zeros(grad.shape if isinstance(grad, torch.Tensor) else 3)) for _ in range(2)]
+    optimizer, scaler = via(params, lr=0.1), started(torch.device("cpu"))
+
+    def grads_of(step: int) -> Any:
+        other = torch.nan if name == "in a skipped step" and step % EVERY == 0 else 1.0
+        return {optimizer: [ZEROS[name](step), other]}
+
+    assert train(scaler, grads_of, 5 * EVERY - 1) == []  # looks at the steps 5, 10, 15 and 20
+    messages = train(scaler, lambda _: {optimizer: [0.0, 1.0]}, 4 * EVERY)
+    assert len(messages) == (name != "empty")
+    assert all("for 1 parameters (param_groups[0]['params'][0] is the first)" in m for m in messages)
+
+
+def test_sparse_gradients_and_those_of_shards_are_left_out(mesh, looks_often):
+    """No look at a DTensor starts a collective, and none reads it."""
+    sparse = torch.nn.Parameter(torch.ones(6, 3))
+    shards = torch.nn.Parameter(distribute_tensor(torch.ones(8), mesh, [Shard(0)]))
+    optimizers = [torch.optim.SGD([sparse], lr=0.1), FusedSGD([shards], lr=0.1)]
+
+    def grads_of(step: int) -> Any:
+        zeros = torch.zeros(6, 3).to_sparse(), torch.zeros_like(shards.detach())
+        return {optimizer: [grad] for optimizer, grad in zip(optimizers, zeros, strict=True)}
+
+    assert train(started(torch.device("cpu")), grads_of, AT + EVERY) == []
+
+
+def test_each_optimizer_is_looked_at_whenever_it_steps(looks_often):
+    """One that steps in every third iteration too; a proxy, and an object without weak references."""
+    often, rarely = (FusedSGD([(name, torch.nn.Parameter(torch.ones(3)))], lr=0.1) for name in ("often", "rarely"))
+    scaler = started(torch.device("cpu"))
+    (message,) = train(scaler, lambda step: {often: [1.0], **({rarely: [0.0]} if step % 3 == 1 else {})}, 4 * EVERY)
+    assert "(rarely is the first)" in message
+
+    class Slotted:
+        __slots__ = ("inner",)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+    slotted = Slotted()
+    slotted.inner = often
+    assert train(started(torch.device("cpu")), lambda _: {slotted: [0.0]}, AT + 1) == []
+
+
+def test_a_look_keeps_nothing_alive_and_is_not_saved(looks_often):
+    scaler = started(torch.device("cpu"))
+    optimizers = [FusedSGD([("first", torch.nn.Parameter(torch.ones(3)))], lr=0.1)]
+    keys = scaler.state_dict().keys()
+
+    def zeros(_: int) -> Any:
+        return {optimizer: [0.0] for optimizer in optimizers}
+
+    assert train(scaler, zeros, BEFORE) == []
+    assert scaler.state_dict().keys() == keys
+    for other in (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
+        other.scale(torch.ones(()))
+        assert train(other, zeros, BEFORE) == []  # it begins to count again
+        assert len(train(other, zeros, EVERY + 1)) == 1
+        again = copy.deepcopy(other)
+        again.scale(torch.ones(()))
+        assert train(again, zeros, 5 * EVERY) == []
+    param = optimizers[0].param_groups[0]["params"][0]
+    param.grad = torch.zeros(3)
+    scaler.step(optimizers[0])  # the third look, which no `update` has seen
+    references = [weakref.ref(optimizers.pop()), weakref.ref(param)]
+    del param
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]
+    assert warned_in(scaler.update) == []
+
+
+class LateEvent:
+    """An event of a GPU that has to finish other work first. Nothing waits for it, and no capture asks it."""
+
+    is_late = True
+
+    def record(self, stream: Any) -> None: ...
+
+    def query(self) -> bool:
+        assert not LateEvent.is_capturing
+        return not LateEvent.is_late
+
+
+def test_answers_of_a_gpu_are_read_when_they_have_arrived(looks_often, monkeypatch):
+    """Played on the CPU: `update` asks an event, and goes on if the copy is not done."""
+    LateEvent.is_late, LateEvent.is_capturing = True, False
+    original = amp_kernels.grad_scaler._OnHost.__init__
+
+    def on_gpu(self: Any, tensor: torch.Tensor) -> None:
+        original(self, tensor)
+        self._event = LateEvent()
+
+    monkeypatch.setattr(amp_kernels.grad_scaler._OnHost, "__init__", on_gpu)
+    monkeypatch.setattr(amp_kernels.grad_scaler, "capturing", lambda device: LateEvent.is_capturing)
+    optimizer, scaler = FusedSGD([torch.nn.Parameter(torch.ones(3))], lr=0.1), started(torch.device("cpu"))
+    assert train(scaler, lambda _: {optimizer: [0.0]}, AT + 1) == []
+    assert len(scaler._looks) == 3
+    LateEvent.is_capturing, LateEvent.is_late = True, False
+    assert train(scaler, lambda _: {optimizer: [0.0]}, EVERY) == []
+    assert len(scaler._looks) == 3  # no look in a capture
+    LateEvent.is_capturing = False
+    assert len(train(scaler, lambda _: {optimizer: [1.0]}, 1)) == 1
 
 
 def params_with_gradients(device: torch.device, *has_gradient: bool) -> list[torch.nn.Parameter]:

@@ -163,6 +163,17 @@ class Stream:
         return hash(self.cuda_stream)
 
 
+class Event:
+    def __init__(self, **_: Any) -> None: ...
+
+    def record(self, stream: Any = None) -> None: ...
+
+    def query(self) -> bool:
+        if _is_capturing():
+            raise RuntimeError("CUDA: operation not permitted when stream is capturing (an event is queried)")
+        return True  # everything is done in order
+
+
 @contextlib.contextmanager
 def _stream(chosen: Stream) -> Iterator[None]:
     with torch.cuda.device(chosen.device_index):
@@ -217,6 +228,7 @@ def _replace_functions_of_torch() -> None:
         "_maybe_exchange_device": _exchange,
         "current_device": lambda: int(_library.gpu_current()),
         "current_stream": lambda device=None: Stream(device, int(_library.gpu_get_stream(_index(device)))),
+        "Event": Event,
         "default_stream": lambda device=None: Stream(device, 0),
         "device_count": lambda: int(_library.gpu_count()),
         "get_device_capability": _capability,
