@@ -27,6 +27,8 @@ Differences from Apex:
 - At O2 `model.state_dict()` holds the fp16 weights. For fp32 checkpoints use `optim.fp32_state_dict` and
   `optim.load_fp32_state_dict`; `model.load_state_dict` rounds an fp32 checkpoint to fp16.
 - Overflows are not printed. To print them, a training step would have to wait for the device.
+- `scale_loss` may be left out. `loss.backward()` and `optimizer.step()` then train with a loss scale of 1. Small
+  gradients become 0 in fp16. There is one warning of this, except if `initialize` sets the scale to 1.
 - At O1 only code that runs inside `model(...)` is under autocast. Apex patched torch's functions for the whole process.
 - `initialize` and `scale_loss` take only the arguments that their docstrings list. The options of `initialize` are
   keyword-only.
@@ -41,12 +43,14 @@ import functools
 import itertools
 import math
 import operator
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .grad_scaler import GradScaler
 from .optim import FusedAdam, FusedAdamW, FusedRMSprop, FusedSGD
@@ -83,9 +87,27 @@ _LEVELS = {
 }
 
 
-class _SetUp(NamedTuple):
+class _Block:
+    """The last `scale_loss` block of an optimizer."""
+
+    def __init__(self, gradient: Tensor) -> None:
+        self.is_stepped = False
+        self._gradients = WeakIdKeyDictionary({gradient: True})  # one of them, as long as it lives
+
+    def is_in_gradients_of(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the gradients of `optimizer` are still those of the block, perhaps with others added to them.
+
+        False after `zero_grad`, which drops them.
+        """
+        return any(p.grad is not None and p.grad in self._gradients for p in master_params(optimizer))
+
+
+@dataclasses.dataclass
+class _SetUp:
     optimizers: list[FusedOptimizer]
     scalers: list[GradScaler]  # one for each loss
+    warns_of_unscaled: bool  # whether to warn of a step without `scale_loss`
+    blocks: dict[int, _Block] = dataclasses.field(default_factory=dict)  # by the ids of `optimizers`
 
 
 # The result of the last `initialize`. It is global because Apex's functions have no argument that could pass it on.
@@ -188,8 +210,10 @@ def initialize(
     for optimizer in fused:
         _forget_verdict(optimizer)
         if all(optimizer is not other for other in earlier):
-            optimizer.register_step_post_hook(_forget_verdict)
-    _set_up = _SetUp(fused, scalers)
+            optimizer.register_step_pre_hook(_before_step)
+            optimizer.register_step_post_hook(_after_step)
+    computes_in_fp16 = level.autocast or level.dtype is torch.float16
+    _set_up = _SetUp(fused, scalers, computes_in_fp16 and any(scaler.is_enabled() for scaler in scalers))
     return models if optimizers is None else (models, optimizers)
 
 
@@ -459,7 +483,8 @@ def _check_loss(
     loss: Any, optimizers: Any, loss_id: int, unknown: Mapping[str, Any]
 ) -> tuple[list[GradScaler], list[FusedOptimizer], list[Tensor]]:
     """Check the arguments of `scale_loss`. Return the loss scales, the optimizers as a list, and their parameters."""
-    known, scalers = _initialized("scale_loss")
+    set_up = _initialized("scale_loss")
+    known, scalers = set_up.optimizers, set_up.scalers
     if unknown:
         raise TypeError(
             f"amp.scale_loss: arguments must be loss, optimizers and loss_id, got {', '.join(unknown)}; remove these "
@@ -665,12 +690,54 @@ def _unscale(scaler: GradScaler, optimizers: Sequence[FusedOptimizer], params: S
         # value is a copy of the flag or, if an earlier block has set a value, the sum of that value and the flag.
         earlier = optimizer.__dict__.get("found_inf")
         optimizer.found_inf = found_inf.clone() if earlier is None else found_inf + earlier
+        own = next((p.grad for p in master_params(optimizer) if p.grad is not None), None)
+        if own is not None and _set_up is not None:
+            _set_up.blocks[id(optimizer)] = _Block(own)
     scaler.update()
 
 
-def _forget_verdict(optimizer: torch.optim.Optimizer, *of_a_hook: Any) -> None:
-    """Delete the `found_inf` that `_unscale` set.
-
-    This function is also a hook after `step`. torch then passes more arguments, which `of_a_hook` takes.
-    """
+def _forget_verdict(optimizer: torch.optim.Optimizer) -> None:
+    """Delete the `found_inf` that `_unscale` set."""
     optimizer.__dict__.pop("found_inf", None)
+
+
+def _is_under_a_scaler(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `step` was called by a scaler of the user. It sets `grad_scale` and `found_inf`, and deletes both."""
+    return "grad_scale" in vars(optimizer)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Check the gradients of this step if those that `scale_loss` has checked were thrown away.
+
+    Without this an overflow in a block, after which `zero_grad` was called instead of `step`, would skip a step without
+    `scale_loss`. (`scale_loss` itself forgets such an overflow.)
+    """
+    block = None if _set_up is None else _set_up.blocks.get(id(optimizer))
+    if block is None or "found_inf" not in vars(optimizer) or _is_under_a_scaler(optimizer):
+        return
+    if not block.is_in_gradients_of(optimizer):
+        assert isinstance(optimizer, FusedOptimizer)
+        optimizer.found_inf = optimizer._check(None, divide=False).found_inf
+
+
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Forget the verdict of this step, and warn once if its gradients do not come from `scale_loss`."""
+    if _is_under_a_scaler(optimizer):
+        return
+    _forget_verdict(optimizer)
+    if _set_up is None or all(optimizer is not other for other in _set_up.optimizers):
+        return
+    block = _set_up.blocks.get(id(optimizer))
+    if block is not None and not block.is_stepped:
+        block.is_stepped = True
+        return
+    if not _set_up.warns_of_unscaled or (block is not None and block.is_in_gradients_of(optimizer)):
+        return
+    if any(p.grad is not None for p in master_params(optimizer)):
+        _set_up.warns_of_unscaled = False
+        warnings.warn(
+            f"amp: {type(optimizer).__name__}.step() took gradients that do not come from amp.scale_loss, so the loss "
+            "scale is 1, and gradients below 6e-8 become 0 in fp16; write `with amp.scale_loss(loss, optimizer) as "
+            "scaled_loss: scaled_loss.backward()`, or pass loss_scale=1 to amp.initialize",
+            stacklevel=3,
+        )

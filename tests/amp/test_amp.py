@@ -13,6 +13,7 @@ import os
 import pickle
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -337,16 +338,160 @@ def test_clipping_sees_unscaled_gradients():
     optimizer.step()
 
 
-def test_steps_without_a_loss_are_not_judged():
+# ----------------------------------------------------------------------------------------------- without scale_loss
+def unscaled_step(net: torch.nn.Module, optimizer: Any, step: int) -> None:
+    x, y = batch(step)
+    optimizer.zero_grad()
+    F.cross_entropy(net(x), y).backward()
+    optimizer.step()
+
+
+def warnings_of(run: Callable[[], Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    assert all(w.filename == __file__ for w in caught)
+    return [str(w.message) for w in caught]
+
+
+@classes
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("mixed", [False, True], ids=["no scale_loss", "every other one"])
+def test_a_loop_without_scale_loss_trains_with_a_scale_of_1(ours, level, mixed):
+    """Bit for bit as without a scaler, and it says so once where a scale was set."""
+    net, other = network(), network()
+    net, optimizer = amp.initialize(
+        net, CLASSES[ours](net.parameters(), **OPTIONS[ours]), opt_level=level, max_loss_scale=2.0**10, verbosity=0
+    )
+    if level in ("O2", "O3"):
+        other = with_fp32_norms(other) if level == "O2" else other.half()
+    other_optimizer = ours(other.parameters(), **OPTIONS[ours])
+    scaler = GradScaler("cpu", init_scale=2.0**10, enabled=level in ("O1", "O2"))
+
+    def run() -> None:
+        for step in range(6):
+            if mixed and step % 2:
+                optimizer.zero_grad()
+                backward(net, optimizer, step)
+                optimizer.step()
+            else:
+                unscaled_step(net, optimizer, step)
+
+    messages = warnings_of(run)
+    for step in range(6):
+        x, y = batch(step)
+        with torch.autocast("cpu", torch.float16, enabled=level == "O1"):
+            loss = F.cross_entropy(other(x.to(other[0].weight.dtype)).float(), y)
+        other_optimizer.zero_grad()
+        if mixed and step % 2:
+            scaler.scale(loss).backward()
+            scaler.step(other_optimizer)
+            scaler.update()
+        else:
+            loss.backward()
+            other_optimizer.step()
+    assert_same_training((net, optimizer), (other, other_optimizer))
+    assert len(messages) == (level in ("O1", "O2"))
+    for message in messages:
+        assert f"{ours.__name__}.step() took gradients that do not come from amp.scale_loss" in message
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        ({"opt_level": "O1"}, 1),
+        ({"opt_level": "O1", "loss_scale": 1}, 0),
+        ({"opt_level": "O2", "loss_scale": "1.0"}, 0),
+        ({"opt_level": "O3", "loss_scale": 128}, 1),
+        ({"opt_level": "O0", "loss_scale": 128}, 0),
+    ],
+    ids=str,
+)
+def test_a_scale_that_is_not_used_warns_once_for_each_initialize(options, count):
+    net = network()
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (net[0], net[3])]
+    for _ in range(2):
+        amp.initialize(net, optimizers, verbosity=0, **options)
+        idle = optimizers[0]
+        idle.zero_grad()
+        assert warnings_of(idle.step) == []  # nothing to scale
+
+        def steps() -> None:
+            for step in range(3):
+                for optimizer in optimizers:
+                    unscaled_step(net, optimizer, step)
+
+        assert len(warnings_of(steps)) == count
+
+
+def test_gradients_of_which_some_are_from_scale_loss():
+    """They are added up unscaled, whichever comes first. A second step on them, or one with a closure, is no other."""
+    net, optimizer = prepared("O2", max_loss_scale=512.0)
+    net.eval()
+    apart = []
+    for step in range(3):
+        optimizer.zero_grad()
+        F.cross_entropy(net(batch(step)[0]), batch(step)[1]).backward()
+        apart.append([p.grad.float() for p in net.parameters()])
+
+    def accumulate() -> Tensor:
+        optimizer.zero_grad()
+        F.cross_entropy(net(batch(0)[0]), batch(0)[1]).backward()
+        backward(net, optimizer, 1)
+        F.cross_entropy(net(batch(2)[0]), batch(2)[1]).backward()
+        return torch.zeros(())
+
+    accumulate()
+    for p, *grads in zip(net.parameters(), *apart, strict=True):
+        torch.testing.assert_close(p.grad, sum(grads), rtol=2e-3, atol=1e-4)
+    assert warnings_of(optimizer.step) == warnings_of(optimizer.step) == []
+    assert warnings_of(lambda: optimizer.step(accumulate)) == []
+    optimizer.zero_grad()
+    assert len(warnings_of(lambda: unscaled_step(net, optimizer, 0))) == 1
+
+
+@pytest.mark.filterwarnings("ignore:amp. FusedSGD.step:UserWarning")
+@pytest.mark.parametrize("is_stepped", [True, False], ids=["stepped", "thrown away"])
+def test_steps_without_a_loss_are_not_judged(is_stepped):
     """The verdict is on the step after the block, and on no other."""
     net, optimizer = prepared("O1")
     backward(net, optimizer, 0, torch.inf)
-    optimizer.step()
+    if is_stepped:
+        optimizer.step()
     before = net[0].weight.detach().clone()
-    optimizer.zero_grad()
+    optimizer.zero_grad(set_to_none=not is_stepped)  # after a step the same tensors may be used again
     net(batch(1)[0]).sum().backward()
     optimizer.step()
     assert not torch.equal(net[0].weight, before)
+
+
+def test_a_verdict_holds_for_gradients_that_were_replaced():
+    """By their mean over ranks, for example."""
+    net, optimizer = prepared("O1")
+    before = net[0].weight.detach().clone()
+    backward(net, optimizer, 0, torch.inf)
+    for p in net.parameters():
+        p.grad = p.grad / 2
+    assert warnings_of(optimizer.step) == []
+    assert torch.equal(net[0].weight, before)
+
+
+@pytest.mark.parametrize("make", [GradScaler, torch.amp.GradScaler])
+@pytest.mark.parametrize("factor", [1.0, torch.inf])
+def test_a_scaler_of_the_users_own(make, factor):
+    """In place of `scale_loss`, on fp32 weights that torch's scaler takes too."""
+    net, optimizer = prepared("O1")
+    scaler, before = make("cpu", init_scale=64.0), net[0].weight.detach().clone()
+
+    def run() -> None:
+        x, y = batch(0)
+        scaler.scale(factor * F.cross_entropy(net(x), y)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    assert warnings_of(run) == []
+    assert torch.equal(net[0].weight, before) == (factor != 1)
+    assert scaler.get_scale() == (64 if factor == 1 else 32)
 
 
 # ------------------------------------------------------------------------------------------------------------ replacing
