@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import math
 import os
 from collections.abc import Callable
@@ -19,7 +20,15 @@ import amp_kernels
 from amp_kernels import testing
 from amp_kernels.families import SGD
 from amp_kernels.functional.update import update
-from amp_kernels.optim import FusedAdamW, FusedSGD, average_, ema_, fp32_state_dict, load_fp32_state_dict
+from amp_kernels.optim import (
+    FusedAdamW,
+    FusedSGD,
+    average_,
+    ema_,
+    fp32_state_dict,
+    greedy_soup,
+    load_fp32_state_dict,
+)
 
 # NumPy, underneath Triton's interpreter, warns where IEEE arithmetic overflows.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -356,3 +365,127 @@ def test_models_that_do_not_fit(device):
         with pytest.raises(error, match=f"^average_: {sentence}"):
             average_(models)
     assert all(torch.equal(v, before[n]) for n, v in first.state_dict().items() if isinstance(v, Tensor))
+
+
+# ------------------------------------------------------------------------------------------------------- greedy soups
+def contents(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: v.clone() for name, v in model.state_dict().items() if isinstance(v, Tensor)}
+
+
+def changed(model: torch.nn.Module, before: dict[str, Tensor]) -> bool:
+    return any(not torch.equal(v, before[name]) for name, v in contents(model).items())
+
+
+def fine_tuned(images: Tensor, labels: Tensor, seeds: int) -> list[torch.nn.Module]:
+    """Classifiers of digits that start from one training, with other learning rates, batches and wrong labels."""
+    torch.manual_seed(0)
+    start = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10))
+
+    def train(model: torch.nn.Module, steps: int, lr: float, noise: float) -> torch.nn.Module:
+        optimizer = FusedAdamW(model.parameters(), lr=lr)
+        for _ in range(steps):
+            rows = torch.randint(len(images), (64,))
+            wrong = torch.where(torch.rand(64) < noise, torch.randint(10, (64,)), labels[rows])
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(images[rows]), wrong).backward()
+            optimizer.step()
+        return model
+
+    train(start, 200, 1e-2, 0.0)
+    models = []
+    for seed in range(seeds):
+        torch.manual_seed(seed)
+        models.append(train(copy.deepcopy(start), 100, (2e-3, 4e-3, 1e-1)[seed % 3], 0.4))
+    return models
+
+
+def test_a_greedy_soup_is_at_least_as_good_as_the_best_model():
+    images, labels = (torch.tensor(x) for x in importlib.import_module("sklearn.datasets").load_digits(return_X_y=True))
+    images = images.float() / 16
+    models = fine_tuned(images[:1200], labels[:1200], 8)
+
+    def metric(model: torch.nn.Module) -> float:
+        return -torch.nn.functional.cross_entropy(model(images[1200:]), labels[1200:]).item()
+
+    before = [contents(model) for model in models]
+    soup, members = greedy_soup(models, metric)
+    singles = [metric(model) for model in models]
+    assert metric(soup) > max(singles)
+    assert 1 < len(members) < len(models)  # a learning rate of 0.1 leads too far away
+    assert not any(map(changed, models, before)) and all(soup is not model for model in models)
+
+    # Recipe 1, with an average of copies at each step.
+    expected: list[int] = []
+    score = -math.inf
+    for i in sorted(range(len(models)), key=lambda i: -singles[i]):
+        tried = metric(average_([copy.deepcopy(models[j]) for j in (*expected, i)]))
+        if tried >= score:
+            expected.append(i)
+            score = tried
+    assert members == expected and metric(soup) == pytest.approx(score, rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_greedy_soup_of_masters_is_their_mean_rounded_once(device, dtype):
+    pairs = trained_models(device, dtype)
+    soup, members = greedy_soup(pairs, lambda model: 1.0)
+    assert members == [0, 1] and soup.head.weight is soup.embedding.weight
+    differing = 0
+    for name, value in soup.named_parameters():
+        masters_of = [optimizer.master(dict(model.named_parameters())[name]) for model, optimizer in pairs]
+        mean = torch.stack(masters_of).double().mean(0)
+        weights = torch.stack([dict(model.named_parameters())[name].detach() for model, _ in pairs]).double().mean(0)
+        assert value.dtype is dtype and torch.equal(value.detach(), mean.to(dtype))
+        differing += int((mean.to(dtype) != weights.to(dtype)).sum())
+    assert differing > 0  # the mean of the weights is another one
+
+
+def test_what_a_greedy_soup_does_not_average(device):
+    """Integers are those of the best model, whatever the metric does to the model that it gets."""
+    models = [Model(seed, dtype, device) for seed, dtype in enumerate([torch.bfloat16, *ALL])]
+    before, modes = [contents(model) for model in models], [model.training for model in models]
+    scores = iter([0.0, 1.0, 3.0, 2.0, 3.0, 2.0, 3.5])  # of the models; then of 2 with 3, with 1, and with 0
+
+    def metric(model: Model) -> Tensor:
+        model.eval().norm.num_batches_tracked += 100
+        model.norm.running_mean.fill_(torch.nan)
+        return torch.tensor([next(scores)])
+
+    soup, members = greedy_soup(iter(models), metric)
+    assert members == [2, 3, 0]
+    assert soup.norm.num_batches_tracked == 2 and soup.head.bias.dtype is torch.bfloat16
+    assert soup.norm.running_mean.tolist() == pytest.approx([5 / 3] * 9, rel=1e-2)
+    assert soup.wide.tolist() == [5 / 3] * 3 and soup.phase.tolist() == pytest.approx([5 / 3 + 1j] * 3)
+    assert not any(map(changed, models, before)) and modes == [model.training for model in models]
+
+
+def test_sentences_of_greedy_soup():
+    first, second = (Model(seed, torch.float16, "cpu") for seed in range(2))
+    before = contents(first), contents(second)
+    wider = Model(1, torch.float16, "cpu")
+    wider.head.bias = torch.nn.Parameter(torch.zeros(14))
+    optimizer = FusedSGD(first.parameters())
+    around = torch.optim.SGD(first.parameters())
+    around.optimizer = optimizer
+    values = iter([1.0, 2.0, math.nan])
+
+    def fails(model: Model) -> float:
+        model.head.bias.data.fill_(7.0)
+        raise ZeroDivisionError
+
+    for models, metric, error, sentence in (
+        ([], len, ValueError, "models must contain at least one model, got none"),
+        ([first, 3], len, TypeError, r"models\[1\] must be a torch Module, or a pair of .*, got a int"),
+        ([(first, optimizer, 3)], len, TypeError, r"models\[0\] must be .*, got \(a Model, a FusedSGD, a int\)"),
+        ([first, (second, 3)], len, TypeError, r"models\[1\]: optimizer must be a torch Optimizer, got a int"),
+        ([(first, around)], len, TypeError, r"models\[0\]: optimizer must be the FusedSGD that keeps the masters"),
+        ([first, wider], len, ValueError, r"head.bias of models\[1\] must have shape \(13,\) as in models\[0\]"),
+        ([first], 1.0, TypeError, "metric must be a function of a model, got a float"),
+        ([first], lambda model: None, TypeError, r"metric must return a number, got a NoneType for models\[0\]"),
+        ([first, second], lambda model: next(values), ValueError, r"got NaN for the mean of models \[1, 0\]"),
+        ([first], lambda model: math.nan, ValueError, r"metric must return a number to .*, got NaN for models\[0\]"),
+        ([first, second], fails, ZeroDivisionError, ""),
+    ):
+        with pytest.raises(error, match=f"^greedy_soup: .*{sentence}" if sentence else None):
+            greedy_soup(models, metric)
+    assert not changed(first, before[0]) and not changed(second, before[1])
