@@ -595,7 +595,7 @@ class GradScaler(torch.amp.GradScaler):
         optimizer_state["is_skipped"] = found
         inner = wrapped(optimizer)
         if found and isinstance(inner, FusedOptimizer):
-            inner._last_found_inf = next(flag for flag in flags if flag.item())
+            inner._skip(next(flag for flag in flags if flag.item()))
         return None if found else optimizer.step(*args, **kwargs)
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:

@@ -12,7 +12,8 @@ import contextlib
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from . import torch_private
 from .functional.unscale import to_device
 from .ops.exponents import count_exponents_
 from .ops.library import call
+from .ops.lists import are_fake
 from .ops.table import DTYPE_CODES
 from .optim._base import FusedOptimizer
 from .optim._plan import Plan, capturing
@@ -29,25 +31,26 @@ from .optim._wrappers import wrapped
 from .reference.exponents import COLUMNS, ZEROS
 from .report import table
 
-if TYPE_CHECKING:
-    pass
-
 __all__ = ["PrecisionReport", "Row"]
 
-KINDS = ("activation", "activation_grad", "weight_grad")
+ACTIVATION, ACTIVATION_GRAD, WEIGHT_GRAD = KINDS = ("activation", "activation_grad", "weight_grad")
+_WORDS = {
+    ACTIVATION: "activations",
+    ACTIVATION_GRAD: "activation gradients",
+    WEIGHT_GRAD: "weight gradients",
+}
 _BIAS = 127  # column e of the counts holds magnitudes from 2^(e - 127) on
 _SUBNORMAL = {torch.float16: _BIAS - 14, torch.bfloat16: 1, torch.float32: 1}  # columns below this one, without zeros
-_LOST_IN_FP16 = _BIAS - 25  # magnitudes below 2^-25 round to 0 in fp16
+_LOST_IN_FP16 = _BIAS - 25
 _FP16_MAX = 65504.0
-# From which shares and factors on `advice` mentions a layer.
-_VANISHED_SHARE = 0.05
-_LOST_SHARE = 0.5
-_LEAST_HEADROOM = 1.0  # doublings
-_SUBNORMAL_SHARE = 0.01
+# From which figures on `advice` mentions a row.
+_LEAST_UNDERFLOW = 0.05
+_LEAST_LOST = 0.5
+_LEAST_HEADROOM = 1.0
 
 
 class Row(NamedTuple):
-    """What one sample counted in a layer's outputs, in their gradients, or in the gradient of a parameter.
+    """The counts for a layer's outputs, for their gradients, or for the gradient of a parameter.
 
     Attributes:
         name: The name of the layer or of the parameter.
@@ -56,13 +59,18 @@ class Row(NamedTuple):
         exponents: int64 ``[257]`` on the CPU, a row of `amp_kernels.reference.count_exponents_`.
         largest: The largest finite magnitude.
         norm: The L2 norm of all elements.
-        changed: For a 16-bit parameter, how many masters the step changed. Otherwise 0.
-        lost: How many of these changes the 16-bit weight would lose without its master.
+        computed_in: The dtype in which the elements were computed. It differs from `dtype` under autocast: a product in
+            fp16 gives the fp32 gradient of an fp32 weight.
+        divided_by: The loss scale by which the elements were divided before they were counted, for example by
+            `scaler.unscale_`; 1.0 if they were not.
+        changed: For a 16-bit parameter, the number of its masters that the step changes. Otherwise 0.
+        lost: The number of these changes that the 16-bit weight would lose without its master.
 
     Examples:
         >>> exponents = torch.zeros(257, dtype=torch.int64)
         >>> exponents[[100, 127, 256]] = torch.tensor([1, 2, 1])
-        >>> row = amp_kernels.precision.Row("head", "activation_grad", torch.float32, exponents, 1.5, 2.0)
+        >>> fp32 = torch.float32
+        >>> row = amp_kernels.precision.Row("head", "activation_grad", fp32, exponents, 1.5, 2.0, computed_in=fp32)
         >>> row.zeros, row.lost_in_fp16
         (0.25, 0.25)
     """
@@ -73,6 +81,8 @@ class Row(NamedTuple):
     exponents: Tensor
     largest: float
     norm: float
+    computed_in: torch.dtype
+    divided_by: float = 1.0
     changed: int = 0
     lost: int = 0
 
@@ -88,8 +98,8 @@ class Row(NamedTuple):
 
     @property
     def subnormal(self) -> float:
-        """The share of elements that are subnormal in their dtype. In fp16 these are below 2^-14."""
-        return int(self.exponents[: _SUBNORMAL[self.dtype]].sum()) / self.total
+        """The share of elements that are subnormal in `computed_in`: in fp16 those below 2^-14, without zeros."""
+        return self._below(_SUBNORMAL[self.computed_in])
 
     @property
     def nonfinite(self) -> int:
@@ -98,72 +108,139 @@ class Row(NamedTuple):
 
     @property
     def lost_in_fp16(self) -> float:
-        """The share of elements that are not 0 but would be 0 in fp16: those below 2^-25."""
-        return int(self.exponents[:_LOST_IN_FP16].sum()) / self.total
+        """The share of elements below 2^-25, without zeros. Such elements would be 0 in fp16."""
+        return self._below(_LOST_IN_FP16)
+
+    def _below(self, column: int) -> float:
+        """Returns the share of elements below this column. Zeros are left out.
+
+        Elements of fp32 and bf16 that were divided by the scale are counted as if they were still multiplied by it. In
+        fp16 the division itself has made them subnormal.
+        """
+        if self.dtype is not torch.float16 and self.divided_by > 0:
+            column -= round(math.log2(self.divided_by))
+        return int(self.exponents[: max(column, 0)].sum()) / self.total
+
+    @property
+    def underflow(self) -> float:
+        """The share of subnormal elements among those that are not 0, if `computed_in` is fp16. 1.0 if all are 0.
+
+        Otherwise 0. Zeros say little: a layer such as ReLU makes zeros that no scale changes. But if many of the other
+        elements are subnormal, smaller ones have become 0.
+        """
+        if self.computed_in is not torch.float16:
+            return 0.0
+        return 1.0 if self.zeros == 1 else self.subnormal / (1 - self.zeros)
 
     @property
     def headroom(self) -> float:
-        """How many doublings, as a real number, separate the largest finite magnitude from 65504."""
-        return math.log2(_FP16_MAX / self.largest) if self.largest > 0 else math.inf
+        """The number of doublings, as a real number, until the largest finite magnitude is 65504.
+
+        Elements that were divided by the scale are multiplied by it before.
+        """
+        largest = self.largest * self.divided_by
+        return math.log2(_FP16_MAX / largest) if largest > 0 else math.inf
 
     @property
     def lost_updates(self) -> float | None:
         """The share of changes that the 16-bit weight would lose without its master. None if there are no changes."""
         return self.lost / self.changed if self.changed else None
 
-    @property
-    def vanished(self) -> float:
-        """The share of elements that fp16 has reduced to 0 or to a subnormal number; 0 in other dtypes.
-
-        Zeros count only if other elements are subnormal too, or if there is nothing but zeros. A layer such as ReLU
-        makes zeros that no scale changes. If none of its elements is near the smallest number of fp16, its zeros are
-        taken for such ones.
-        """
-        if self.dtype is not torch.float16:
-            return 0.0
-        if self.zeros == 1.0:
-            return 1.0
-        nonzero = 1 - self.zeros
-        return self.subnormal + (self.zeros if self.subnormal >= _SUBNORMAL_SHARE * nonzero else 0.0)
-
 
 class _Counts:
     """Results of `count_exponents_` on one device, with a row for each name."""
 
-    def __init__(self, names: Sequence[str], device: torch.device) -> None:
-        self.names = list(names)
-        self.dtypes: list[torch.dtype | None] = [None] * len(self.names)
-        self.counts = torch.zeros(len(self.names), COLUMNS, dtype=torch.int64, device=device)
-        self.largest = torch.zeros(len(self.names), dtype=torch.float32, device=device)
-        self.squares = torch.zeros(len(self.names), dtype=torch.float64, device=device)
-        self.updates = torch.zeros(len(self.names), 2, dtype=torch.int64, device=device)
+    def __init__(self, kind: str, names: Sequence[str], device: torch.device) -> None:
+        self.kind, self.names = kind, names
+        self.dtypes: list[torch.dtype | None] = [None] * len(names)
+        self.counts = torch.zeros(len(names), COLUMNS, dtype=torch.int64, device=device)
+        self.largest = torch.zeros(len(names), dtype=torch.float32, device=device)
+        self.squares = torch.zeros(len(names), dtype=torch.float64, device=device)
+        self.updates: Tensor | None = None  # int64 [names, 2], from `Plan.count_updates`
 
     def add(self, begin: int, tensors: Sequence[Tensor]) -> None:
         """Adds the counts of tensors to the rows from `begin` on."""
         rows = slice(begin, begin + len(tensors))
         call(count_exponents_, list(tensors), self.counts[rows], self.largest[rows], self.squares[rows])
 
-    def rows(self, kind: str) -> Iterator[Row]:
-        counts, updates = self.counts.cpu(), self.updates.tolist()
-        figures = zip(self.largest.tolist(), self.squares.sqrt().tolist(), updates, strict=True)
-        for t, (largest, norm, (changed, lost)) in enumerate(figures):
-            dtype = self.dtypes[t]
-            if dtype is not None and counts[t].any():
-                yield Row(self.names[t], kind, dtype, counts[t], largest, norm, changed, lost)
-
 
 class _Sample:
-    """The counts of one sampled step."""
+    """The counts of one sampled step. They are on the devices of the model."""
 
-    def __init__(self) -> None:
-        self.counts: dict[tuple[str, torch.device], _Counts] = {}
+    def __init__(self, layers: Sequence[str]) -> None:
+        self.layers = layers
+        self.counts: list[_Counts] = []
         self.scale: Tensor | None = None
-        self.is_scaled = False  # whether weight gradients were multiplied by the scale when the step read them
+        self.is_divided = False  # whether weight gradients were divided by the scale before the step
+        self.has_seen_layers = False
+        self._of_layers: dict[tuple[Any, ...], _Counts] = {}
 
-    def of(self, kind: str, names: Sequence[str], device: torch.device) -> _Counts:
-        if (kind, device) not in self.counts:
-            self.counts[kind, device] = _Counts(names, device)
-        return self.counts[kind, device]
+    def of_layers(self, kind: str, tensor: Tensor) -> _Counts:
+        key = kind, tensor.device, tensor.dtype
+        if key not in self._of_layers:
+            self._of_layers[key] = counts = _Counts(kind, self.layers, tensor.device)
+            counts.dtypes = [tensor.dtype] * len(self.layers)
+            self.counts.append(counts)
+        return self._of_layers[key]
+
+    def rows(self) -> list[Row]:
+        """Returns the rows, in the order of the model. Rows of one name and dtype are added up."""
+        merged: dict[tuple[str, str, torch.dtype], list[Any]] = {}
+        for counts in self.counts:
+            exponents, largest, squares = counts.counts.cpu(), counts.largest.tolist(), counts.squares.tolist()
+            updates = [[0, 0]] * len(largest) if counts.updates is None else counts.updates.tolist()
+            for t, name in enumerate(counts.names):
+                dtype = counts.dtypes[t]
+                if dtype is None or not exponents[t].any():
+                    continue
+                sums = merged.setdefault((counts.kind, name, dtype), [torch.zeros_like(exponents[t]), 0.0, 0.0, 0, 0])
+                sums[0] += exponents[t]
+                sums[1] = max(sums[1], largest[t])
+                sums[2:] = sums[2] + squares[t], sums[3] + updates[t][0], sums[4] + updates[t][1]
+        in_fp16 = {name for kind, name, dtype in merged if kind == ACTIVATION_GRAD and dtype is torch.float16}
+        dtypes: dict[tuple[str, str], int] = {}
+        for kind, name, _ in merged:
+            dtypes[kind, name] = dtypes.get((kind, name), 0) + 1
+        rows, divisor = [], 1.0
+        if self.is_divided and self.scale is not None:
+            divisor = self.scale.item()
+        for (kind, name, dtype), (exponents, largest, squares, changed, lost) in merged.items():
+            computed_in = dtype
+            if kind == WEIGHT_GRAD and (name.rpartition(".")[0] or ROOT) in in_fp16:
+                computed_in = torch.float16
+            shown = name if dtypes[kind, name] == 1 else f"{name} ({str(dtype).removeprefix('torch.')})"
+            divided_by = divisor if kind == WEIGHT_GRAD else 1.0
+            norm = math.sqrt(squares)
+            rows.append(Row(shown, kind, dtype, exponents, largest, norm, computed_in, divided_by, changed, lost))
+        return rows
+
+
+ROOT = "(root)"  # the name of the model itself, if it is a layer
+
+
+def _nothing(*_: Any) -> None: ...
+
+
+def _no_hook() -> Callable[..., None]:
+    return _nothing
+
+
+class _Hook:
+    """A hook of a module. Copies of the module, and pickles, get a function that does nothing.
+
+    Otherwise a copy would count into the sample of the original for good, and a pickle would contain the optimizer.
+    """
+
+    def __init__(self, module: nn.Module, function: Callable[[Any], None]) -> None:
+        self._module, self._function = ref(module), function
+
+    def __call__(self, module: nn.Module, args: Any, output: Any = None) -> None:
+        # Code that is being compiled or exported calls no hook.
+        if not torch.compiler.is_compiling() and module is self._module():
+            self._function(output)
+
+    def __reduce__(self) -> Any:
+        return _no_hook, ()
 
 
 class PrecisionReport:
@@ -182,15 +259,15 @@ class PrecisionReport:
     samples the steps in it.
 
     A *layer* is a module without submodules, or one with parameters of its own. All counts are exact. They stay on the
-    device, and the host does not wait before a method reads them. A new sample replaces the last one. The step of the
-    optimizer ends a sample, so a sample covers all micro-batches of an accumulated step. Other steps run no code of the
-    report.
+    device, and the host does not wait before a method reads them. With `every` a sample begins after a step and ends
+    with the next one, so it covers all micro-batches of an accumulated step. The counts of a `with` block are added up
+    over its steps. A new sample replaces the last one. Other steps run no code of the report.
 
-    In a sampled step, code under `torch.compile` runs eagerly, since compiled layers call no hooks. With `every`, this
-    needs the result of `torch.compile` as `model`. In a `with` block any compiled code runs eagerly. Recomputed
-    activations (`torch.utils.checkpoint`) are counted once. Activations are counted only while `model.training` is
-    True, so that a validation between two steps is not counted. A CUDA graph cannot be sampled, and its replays are not
-    counted as steps. Under FSDP2 each rank reports its own shards.
+    In a sampled step the model runs eagerly, since layers in compiled code call no hooks. With `every`, pass the result
+    of `torch.compile` as `model`. In a `with` block all compiled code runs eagerly. Recomputed activations
+    (`torch.utils.checkpoint`) are counted once. Outputs of layers in evaluation mode are counted only if they require a
+    gradient, so that a validation between two steps is not counted. A CUDA graph cannot be sampled, and its replays are
+    not counted as steps. Under FSDP2 each rank reports its own shards.
 
     Args:
         model: The model.
@@ -199,9 +276,10 @@ class PrecisionReport:
         every: Sample each `every`-th step. None: sample only in `with` blocks.
 
     Raises:
-        TypeError: `model` is not an `nn.Module`, `optimizer` is not one of `amp_kernels.optim`, or `every` is not an
-            int.
-        ValueError: `every` is less than 1, or another report samples this optimizer.
+        TypeError: `model` is not an `nn.Module`, `optimizer` is not one of `amp_kernels.optim`, `scaler` is not a
+            scaler, or `every` is not an int.
+        ValueError: `every` is less than 1, the optimizer trains no parameter of the model, or another report samples
+            this optimizer.
 
     Examples:
         >>> model = torch.nn.Linear(4, 2).half()
@@ -210,9 +288,9 @@ class PrecisionReport:
         >>> with report:
         ...     model(torch.full((1, 4), 1e-7).half()).sum().backward()
         ...     optimizer.step()
-        >>> print(report.advice()[0])
-        weight: 100% of its weight gradients are 0 or subnormal; the scale may rise by 2^15 before fp16 overflows
-        >>> report.as_dict()["activation_grad/Linear/largest"]
+        >>> report.advice()[0].split("; ")[1]
+        'the scale may rise by 2^15 before a gradient of the report overflows'
+        >>> report.as_dict()["activation_grad/(root)/largest"]
         1.0
         >>> [(row.kind, row.total) for row in report.rows()]
         [('weight_grad', 8), ('activation_grad', 2), ('weight_grad', 2), ('activation', 2)]
@@ -224,30 +302,16 @@ class PrecisionReport:
     """
 
     def __init__(self, model: nn.Module, optimizer: Any, scaler: Any = None, *, every: int | None = None) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"PrecisionReport: model must be a torch Module, got a {type(model).__name__}")
         inner = wrapped(optimizer)
-        if not isinstance(inner, FusedOptimizer):
-            raise TypeError(
-                "PrecisionReport: optimizer must be one of amp_kernels.optim, or a wrapper of one, got a "
-                f"{type(optimizer).__name__}; train with one of amp_kernels.optim"
-            )
-        if every is not None and (not isinstance(every, int) or isinstance(every, bool)):
-            raise TypeError(f"PrecisionReport: every must be an int or None, got {every!r}")
-        if every is not None and every < 1:
-            raise ValueError(f"PrecisionReport: every must be at least 1, got {every}")
-        if inner._sampler is not None:
-            raise ValueError(
-                "PrecisionReport: another report samples the optimizer; call close() of that report before"
-            )
+        _check_arguments(model, optimizer, inner, scaler, every)
         self._model, self._optimizer, self._scaler, self._every = model, inner, scaler, every
         self._sample: _Sample | None = None  # the sample that is being taken
         self._last: _Sample | None = None
         self._undo = contextlib.ExitStack()  # removes hooks
-        self._in_block = self._is_eager = False
+        self._in_block = False
         if every is not None:
-            inner._sampler = self
             self._wait()
+            inner._sampler = self
 
     # -------------------------------------------------------------------------------------------------- sampling
     def __enter__(self) -> PrecisionReport:
@@ -255,7 +319,8 @@ class PrecisionReport:
             raise RuntimeError("PrecisionReport: `with` blocks of one report must not be nested")
         self._stop()
         self._start()
-        self._run_eagerly()
+        # Compiled functions that contain the call of the model run eagerly in the block, too.
+        self._undo.enter_context(torch.compiler.set_stance("force_eager"))
         self._in_block = True
         return self
 
@@ -266,88 +331,82 @@ class PrecisionReport:
             self._wait()
 
     def close(self) -> None:
-        """Stop sampling, and remove all hooks. The last sample stays readable."""
+        """Stop sampling, and remove all hooks. The last sample stays readable. `with` blocks still work."""
         self._stop()
+        self._every = None
         if self._optimizer._sampler is self:
             self._optimizer._sampler, self._optimizer._steps_to_sample = None, 0
 
     def _wait(self) -> None:
         """Lets the optimizer count the steps until the next sample."""
         assert self._every is not None
-        self._optimizer._steps_to_sample = self._every - 1
         if self._every == 1:
             self._start()
+        self._optimizer._steps_to_sample = self._every - 1
 
     def _start(self) -> None:
         """Begins a sample: installs hooks."""
         if self._optimizer._observer is not None:
-            raise RuntimeError(
-                "PrecisionReport: another report is sampling the optimizer; leave its `with` block before"
-            )
-        self._sample = sample = _Sample()
-        self._undo.callback(self._model.register_forward_pre_hook(self._leave_compiled_code, prepend=True).remove)
-        layers = [
-            (name or type(layer).__name__, layer)
-            for name, layer in self._model.named_modules()
-            if next(layer.children(), None) is None or layer._parameters
-        ]
-        names = [name for name, _ in layers]
+            raise RuntimeError("PrecisionReport: another report samples this step; leave its `with` block before")
+        layers = [(name or ROOT, layer) for name, layer in self._model.named_modules() if _is_layer(layer)]
+        sample = _Sample([name for name, _ in layers])
+        eager: list[Any] = []  # the stance inside the model, if it was changed
+
+        def enter(_: Any) -> None:
+            eager.append(torch.compiler.set_stance("force_eager"))
+
+        def leave(_: Any) -> None:
+            if eager:
+                eager.pop().__exit__(None, None, None)
+
+        if not isinstance(self._model, torch.jit.ScriptModule):
+            before, after = _Hook(self._model, enter), _Hook(self._model, leave)
+            self._undo.callback(self._model.register_forward_pre_hook(before, prepend=True).remove)
+            self._undo.callback(self._model.register_forward_hook(after, always_call=True).remove)
         for index, (_, layer) in enumerate(layers):
-            self._undo.callback(layer.register_forward_hook(self._hook(sample, names, index)).remove)
-        self._optimizer._observer = self
-
-    @torch.compiler.disable
-    def _leave_compiled_code(self, module: nn.Module, args: Any) -> None:
-        """Makes compiled code run eagerly, until the sample ends. Compiled code calls no hooks of the layers in it.
-
-        With `every` this is done when the model runs, and not when a sample begins. After the last step of a training,
-        a report may wait for a step that never comes. Compiled code would then run eagerly for good.
-        """
-        if self._model.training:
-            self._run_eagerly()
-
-    def _run_eagerly(self) -> None:
-        if not self._is_eager:
-            self._is_eager = True
-            self._undo.enter_context(torch.compiler.set_stance("force_eager"))
+            hook = _Hook(layer, self._count_outputs(sample, layer, index))
+            self._undo.callback(layer.register_forward_hook(hook).remove)
+        self._sample, self._optimizer._observer = sample, self
 
     def _stop(self) -> None:
         """Ends a sample without a result."""
         if self._sample is not None:
             self._sample, self._optimizer._observer = None, None
         self._undo.close()
-        self._is_eager = False
 
     def _finish(self) -> None:
-        self._last = self._sample
+        """Ends a sample. If nothing was counted, the last sample stays."""
+        sample = self._sample
+        if sample is not None and sample.counts:
+            if sample.scale is None and self._scaler is not None:
+                sample.scale = self._scaler.scale(torch.ones((), device=sample.counts[0].counts.device))
+            self._last = sample
         self._stop()
 
-    def _hook(self, sample: _Sample, names: Sequence[str], index: int) -> Callable[[nn.Module, Any, Any], None]:
-        """Returns the forward hook of a layer, which counts its outputs, and installs hooks for their gradients."""
+    def _count_outputs(self, sample: _Sample, layer: nn.Module, index: int) -> Callable[[Any], None]:
+        """Returns the forward hook of a layer: it counts the outputs, and installs hooks for their gradients."""
 
         def count(kind: str, tensor: Tensor) -> None:
+            if self._sample is not sample or tensor.dtype not in DTYPE_CODES or are_fake([tensor]):
+                return
             _refuse_capture(tensor.device)
-            counts = sample.of(kind, names, tensor.device)
-            counts.dtypes[index] = tensor.dtype
-            counts.add(index, [tensor.detach()])
+            sample.of_layers(kind, tensor).add(index, [tensor.detach()])
 
-        def count_gradient(gradient: Tensor) -> None:
-            if self._sample is sample and gradient.dtype in DTYPE_CODES:
-                count("activation_grad", local(gradient))
-
-        @torch.compiler.disable
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
+        def count_outputs(output: Any) -> None:
+            sample.has_seen_layers = True
             if torch_private.are_functorch_transforms_active():
                 return
             # In a backward pass, a layer runs because its activations are computed again. They were counted before.
-            counts = self._model.training and not torch_private.is_in_backward()
+            is_recomputed = torch_private.is_in_backward()
             for tensor in _tensors(output):
-                if counts:
-                    count("activation", local(tensor))
+                if not is_recomputed and (layer.training or tensor.requires_grad):
+                    count(ACTIVATION, local(tensor))
                 if tensor.requires_grad:
-                    self._undo.callback(tensor.register_hook(count_gradient).remove)
+                    handle = tensor.register_hook(lambda gradient: count(ACTIVATION_GRAD, local(gradient)))
+                    if tensor.is_leaf:  # a parameter, which would keep the hook
+                        self._undo.callback(handle.remove)
 
-        return hook
+        return count_outputs
 
     def _observe(
         self,
@@ -362,24 +421,26 @@ class PrecisionReport:
         assert sample is not None  # this report is the optimizer's observer only while it takes a sample
         for plan in plans:
             _refuse_capture(plan.device)
-        if not any(kind == "activation" for kind, _ in sample.counts):
+        if not sample.has_seen_layers:
             warnings.warn(
                 "PrecisionReport: no layer of the model called its hooks in a sampled step, so the report has no "
-                "activations; if the model is compiled, pass the result of torch.compile, or sample in a `with` block",
-                stacklevel=4,
+                "activations; if the model is compiled, pass the result of torch.compile as `model`, or sample in a "
+                "`with` block",
+                stacklevel=2,
             )
         names = {id(param): name for name, param in self._model.named_parameters()}
         for plan in plans:
             members, device = plan.members, plan.device
             own = [names.get(id(p), name) for p, name in zip(members.params, members.names, strict=True)]
-            counts = sample.of("weight_grad", own, device)
-            none = torch.empty(0, device=device)
-            gradients = [none if p.grad is None else local(p.grad) for p in members.params]
-            counts.dtypes = [gradient.dtype for gradient in gradients]
-            counts.add(0, gradients)
+            counts = _Counts(WEIGHT_GRAD, own, device)
+            gradients = [None if p.grad is None else local(p.grad) for p in members.params]
+            counts.dtypes = [None if gradient is None else gradient.dtype for gradient in gradients]
+            nothing = torch.empty(0, device=device)
+            counts.add(0, [nothing if gradient is None else gradient for gradient in gradients])
             scalars = (None if s is None else to_device(s, device) for s in (grad_scale, found_inf, grad_norm))
-            counts.updates += plan.count_updates(*scalars, max_norm)
-        sample.is_scaled = grad_scale is not None
+            counts.updates = plan.count_updates(*scalars, max_norm)
+            sample.counts.append(counts)
+        sample.is_divided = grad_scale is None
         if grad_scale is not None:
             sample.scale = grad_scale.clone()
         elif self._scaler is not None and plans:
@@ -404,7 +465,7 @@ class PrecisionReport:
     def rows(self) -> list[Row]:
         """Return what the last sample counted, the worst rows first. Waits for the device.
 
-        Rows with NaN or inf come first. The others are sorted by `Row.vanished`, then by `Row.lost_in_fp16` and
+        Rows with NaN or inf come first. The others are sorted by `Row.underflow`, then by `Row.lost_in_fp16` and
         `Row.headroom`.
 
         Returns:
@@ -412,17 +473,15 @@ class PrecisionReport:
                 parameter. Layers that did not run, and parameters without a gradient, have none. The list is empty
                 before the first sample.
         """
-        if self._last is None:
-            return []
-        found = [row for (kind, _), counts in self._last.counts.items() for row in counts.rows(kind)]
-        return sorted(found, key=lambda row: (-row.nonfinite, -row.vanished, -row.lost_in_fp16, row.headroom))
+        rows = [] if self._last is None else self._last.rows()
+        return sorted(rows, key=lambda row: (-row.nonfinite, -row.underflow, -row.lost_in_fp16, row.headroom))
 
     def as_dict(self) -> dict[str, float]:
         """Return the figures of the last sample, for a logger. Waits for the device.
 
         Returns:
             A dict whose keys are `kind/name/figure`, for example `"activation_grad/blocks.0.attn/zeros"`. The figures
-                are `zeros`, `subnormal`, `vanished`, `lost_in_fp16` and `lost_updates` (shares from 0 to 1),
+                are `zeros`, `subnormal`, `underflow`, `lost_in_fp16` and `lost_updates` (shares from 0 to 1),
                 `nonfinite` (a count), `largest`, `norm`, and `headroom` (doublings until 65504; it is left out if all
                 elements are 0). `"scale"` is the loss scale. The dict is empty before the first sample.
         """
@@ -431,7 +490,7 @@ class PrecisionReport:
             figures["scale"] = scale
         for row in self.rows():
             own = {
-                "zeros": row.zeros, "subnormal": row.subnormal, "vanished": row.vanished,
+                "zeros": row.zeros, "subnormal": row.subnormal, "underflow": row.underflow,
                 "lost_in_fp16": row.lost_in_fp16, "nonfinite": row.nonfinite, "largest": row.largest,
                 "norm": row.norm, "headroom": row.headroom if row.largest > 0 else None,
                 "lost_updates": row.lost_updates,
@@ -442,31 +501,19 @@ class PrecisionReport:
     def advice(self) -> list[str]:
         """Return a sentence for each layer and parameter whose figures call for a change, the worst first.
 
-        Waits for the device. The sentences follow from these figures: NaN and inf; at least 5 % of gradients that fp16
-        made 0 or subnormal; activations within a factor of 2 of 65504; at least half of the updates lost without a
-        master.
+        Waits for the device. The sentences follow from these figures: NaN and inf; at least 5 % of the gradients that
+        are not 0 are subnormal in fp16, or all are 0; activations within a factor of 2 of 65504. The last sentence
+        names the parameters that would lose at least half of their updates without masters.
 
         Returns:
             A list of sentences.
         """
-        rows, scale = self.rows(), self.scale
-        room = self._room(rows, scale or 1.0)
-        overflows = any(row.nonfinite for row in rows if row.kind == "activation")
-        return [said for row in rows if (said := _advice(row, scale or 1.0, room, overflows))]
-
-    def _room(self, rows: Sequence[Row], scale: float) -> int | None:
-        """Returns by how many doublings the scale may rise before an fp16 gradient overflows. None without fp16."""
-        room = [
-            row.headroom - (math.log2(scale) if row.kind == "weight_grad" and not self._is_scaled else 0)
-            for row in rows
-            if row.kind != "activation" and row.dtype is torch.float16
-        ]
-        finite = [doublings for doublings in room if math.isfinite(doublings)]
-        return math.floor(min(finite)) if finite else None
-
-    @property
-    def _is_scaled(self) -> bool:
-        return self._last is not None and self._last.is_scaled
+        rows = self.rows()
+        if self.scale is None:
+            return []
+        advisor = _Advisor(rows, self.scale, has_scaler=self._last is not None and self._last.scale is not None)
+        sentences = [said for row in rows if (said := advisor.about(row))]
+        return sentences + advisor.about_masters()
 
     def table(self, limit: int | None = 20) -> str:
         """Return the rows of the last sample as text, the worst first. Waits for the device.
@@ -476,8 +523,12 @@ class PrecisionReport:
 
         Returns:
             The table, with a line of headers.
+
+        Raises:
+            ValueError: `limit` is negative.
         """
-        rows = self.rows()
+        if limit is not None and limit < 0:
+            raise ValueError(f"PrecisionReport.table: limit must be at least 0 or None, got {limit}")
         headers = (
             "layer or parameter", "of", "dtype", "zeros", "subnormal", "NaN, inf", "largest", "doublings to 65504",
             "lost in fp16", "lost updates",
@@ -495,7 +546,7 @@ class PrecisionReport:
                 f"{row.lost_in_fp16:.1%}",
                 "" if row.lost_updates is None else f"{row.lost_updates:.1%}",
             )
-            for row in rows[:limit]
+            for row in self.rows()[:limit]
         ]
         return table(headers, cells)
 
@@ -511,8 +562,8 @@ class PrecisionReport:
         """Plot the exponents of each layer in the last sample. Needs matplotlib. Waits for the device.
 
         The left part shows for each layer the share of elements that are 0 or subnormal. The right part is a histogram
-        of exponents for each layer, as a row of colours. Vertical lines mark the range of fp16: below 2^-24 numbers
-        become 0, below 2^-14 they are subnormal, and above 65504 they become inf.
+        of exponents for each layer, as a row of colours. Vertical lines mark the range of fp16: its smallest number is
+        2^-24, numbers below 2^-14 are subnormal, and numbers above 65504 become inf.
 
         Args:
             kind: "activation", "activation_grad" or "weight_grad".
@@ -525,11 +576,34 @@ class PrecisionReport:
         """
         if kind not in KINDS:
             raise ValueError(f"PrecisionReport.plot: kind must be one of {', '.join(KINDS)}, got {kind!r}")
-        order = [] if self._last is None else [row for (k, _), c in self._last.counts.items() for row in c.rows(k)]
-        rows = [row for row in order if row.kind == kind]  # in the order of the model
-        if not rows:
+        rows = [] if self._last is None else [row for row in self._last.rows() if row.kind == kind]
+        if self.scale is None or not rows:
             raise ValueError(f"PrecisionReport.plot: no sampled step has an {kind}; sample a step first")
-        return _plot(rows, kind, self.scale or 1.0)
+        return _plot(rows, kind, self.scale)
+
+
+def _check_arguments(model: Any, optimizer: Any, inner: Any, scaler: Any, every: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"PrecisionReport: model must be a torch Module, got a {type(model).__name__}")
+    if not isinstance(inner, FusedOptimizer):
+        raise TypeError(
+            "PrecisionReport: optimizer must be one of amp_kernels.optim, or a wrapper of one, got a "
+            f"{type(optimizer).__name__}; train with one of amp_kernels.optim"
+        )
+    if scaler is not None and not callable(getattr(scaler, "scale", None)):
+        raise TypeError(f"PrecisionReport: scaler must be a GradScaler or None, got a {type(scaler).__name__}")
+    if every is not None and (not isinstance(every, int) or isinstance(every, bool)):
+        raise TypeError(f"PrecisionReport: every must be an int or None, got {every!r}")
+    if every is not None and every < 1:
+        raise ValueError(f"PrecisionReport: every must be at least 1, got {every}")
+    own = {id(param) for param in model.parameters()}
+    if not any(id(param) in own for _, _, param in inner._named_parameters()):
+        raise ValueError(
+            "PrecisionReport: optimizer must train parameters of the model, got an optimizer that trains none of them; "
+            "pass the optimizer of this model"
+        )
+    if inner._sampler is not None:
+        raise ValueError("PrecisionReport: another report samples the optimizer; call close() of that report before")
 
 
 def _refuse_capture(device: torch.device) -> None:
@@ -540,10 +614,16 @@ def _refuse_capture(device: torch.device) -> None:
         )
 
 
+def _is_layer(module: nn.Module) -> bool:
+    if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+        return False
+    return next(module.children(), None) is None or bool(module._parameters)
+
+
 def _tensors(output: Any) -> Iterator[Tensor]:
     """Yields the fp16, bf16 and fp32 tensors in the output of a layer: in tuples, lists and dicts too."""
     if isinstance(output, Tensor):
-        if output.dtype in DTYPE_CODES and output.layout is torch.strided and not output.is_meta:
+        if output.dtype in DTYPE_CODES and output.layout is torch.strided and not output.is_nested:
             yield output
     elif isinstance(output, dict):
         for value in output.values():
@@ -553,45 +633,76 @@ def _tensors(output: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-_WORDS = {"activation": "activations", "activation_grad": "activation gradients", "weight_grad": "weight gradients"}
+class _Advisor:
+    """Makes the sentences of `PrecisionReport.advice`."""
 
+    def __init__(self, rows: Sequence[Row], scale: float, *, has_scaler: bool) -> None:
+        self._rows, self._scale, self._has_scaler = rows, scale, has_scaler
+        # If an activation is NaN or inf, the gradients say nothing about the scale.
+        self._has_bad_activations = any(row.nonfinite for row in rows if row.kind == ACTIVATION)
+        headrooms = [row.headroom for row in rows if row.kind != ACTIVATION and row.computed_in is torch.float16]
+        # By how many doublings the scale may rise before a gradient overflows; inf if all gradients are 0.
+        self._room = min(headrooms, default=math.inf)
 
-def _advice(row: Row, scale: float, room: int | None, overflows: bool) -> str | None:
-    """Returns a sentence about a row, or None if its figures call for no change.
-
-    `overflows`: whether an activation of the model is NaN or inf. Gradients are NaN or inf then, whatever the scale.
-    """
-    what = _WORDS[row.kind]
-    if row.nonfinite and row.kind == "activation":
-        return (
-            f"{row.name}: {row.nonfinite} of its activations are NaN or inf, and the largest finite one is "
-            f"{row.largest:.3g}; the loss scale does not change activations; compute the layer in bf16 or fp32"
-        )
-    if row.nonfinite:
-        if overflows:
+    def about(self, row: Row) -> str | None:
+        """Returns a sentence about a row, or None if its figures call for no change."""
+        if row.kind != ACTIVATION and self._has_bad_activations:
             return None
-        return (
-            f"{row.name}: {row.nonfinite} of its {what} are NaN or inf at a scale of {scale:g}; use a smaller scale, "
-            "or compute the layer in bf16 or fp32"
-        )
-    if row.kind != "activation" and row.vanished >= _VANISHED_SHARE:
-        remedy = "keep the parameter in fp32, or use bf16" if row.kind == "weight_grad" else "use bf16"
-        if room is None or room < 1:
-            rise = f"the scale has no room to rise before fp16 overflows; {remedy}"
+        if row.nonfinite:
+            return self._about_overflow(row)
+        if row.kind != ACTIVATION and row.underflow >= _LEAST_UNDERFLOW:
+            return self._about_underflow(row)
+        if row.kind == ACTIVATION and row.dtype is torch.float16 and row.headroom < _LEAST_HEADROOM:
+            return (
+                f"{row.name}: its largest activation is {row.largest:.3g}, and fp16 ends at 65504; compute the "
+                "layer in bf16 or fp32"
+            )
+        return None
+
+    def _about_overflow(self, row: Row) -> str:
+        said = f"{row.name}: {row.nonfinite} of its {_WORDS[row.kind]} are NaN or inf"
+        is_fp16 = row.computed_in is torch.float16
+        if row.kind == ACTIVATION:
+            remedy = "compute the layer in bf16 or fp32" if is_fp16 else "check the inputs and weights of the layer"
+            return f"{said}, and the largest finite one is {row.largest:.3g}; no loss scale changes that; {remedy}"
+        if self._has_scaler:
+            return f"{said} at a scale of {self._scale:g}; use a smaller scale, or check the loss before it is scaled"
+        return f"{said}; check the loss"
+
+    def _about_underflow(self, row: Row) -> str:
+        what = _WORDS[row.kind]
+        if row.zeros == 1:
+            said = f"{row.name}: all of its {what} are 0 at a scale of {self._scale:g}"
+            also = ", unless the loss does not depend on them"
         else:
-            rise = f"the scale may rise by 2^{room} before fp16 overflows"
-        return f"{row.name}: {row.vanished:.0%} of its {what} are 0 or subnormal; {rise}"
-    if row.kind == "activation" and row.dtype is torch.float16 and row.headroom < _LEAST_HEADROOM:
-        return (
-            f"{row.name}: its largest activation is {row.largest:.3g}, and fp16 ends at 65504; compute the layer in "
-            "bf16 or fp32"
-        )
-    if row.lost_updates is not None and row.lost_updates >= _LOST_SHARE:
-        return (
-            f"{row.name}: {row.lost_updates:.0%} of its updates are lost without a master, since they are too small "
-            f"for {str(row.dtype).removeprefix('torch.')} weights; keep the master (the fused optimizers do)"
-        )
-    return None
+            others = row.underflow
+            said = f"{row.name}: {row.zeros:.0%} of its {what} are 0 and {others:.0%} of the others are subnormal"
+            also = ""
+        if row.dtype is torch.float16 and row.divided_by != 1:
+            return (
+                f"{said}, since they were divided by the scale in fp16; clip with max_grad_norm, which needs no "
+                "unscale_, or keep the parameter in fp32"
+            )
+        if self._room == math.inf:
+            return f"{said}; take a larger scale and sample again{also}"
+        if self._room < 1:
+            keep = "keep the parameter in fp32" if row.kind == WEIGHT_GRAD else "compute the layer in fp32"
+            return f"{said}; the scale cannot rise, since the largest gradient is near 65504; {keep}, or use bf16{also}"
+        rise = f"the scale may rise by 2^{math.floor(self._room)} before a gradient of the report overflows"
+        return f"{said}; {rise}{also}"
+
+    def about_masters(self) -> list[str]:
+        """Returns a sentence about updates that would be lost without masters, or nothing."""
+        shares = {row.name: row.lost_updates for row in self._rows if row.lost_updates is not None}
+        lost = sorted((name for name, share in shares.items() if share >= _LEAST_LOST), key=lambda name: -shares[name])
+        if not lost:
+            return []
+        named = ", ".join(f"{name} {shares[name]:.0%}" for name in lost[:5])
+        more = f" and {len(lost) - 5} more" if len(lost) > 5 else ""
+        return [
+            "keep the masters of the fused optimizers: these parameters would lose updates that are too small for "
+            f"their 16-bit weights: {named}{more}"
+        ]
 
 
 def _plot(rows: Sequence[Row], kind: str, scale: float) -> Any:
@@ -605,7 +716,7 @@ def _plot(rows: Sequence[Row], kind: str, scale: float) -> Any:
         inside[0] += counts[: low + _BIAS - 1].sum()
         inside[-1] += counts[high + _BIAS :].sum()
         shares[t] = inside / row.total
-    figure = Figure(figsize=(10, 1.2 + 0.22 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(10, max(3.0, 1.2 + 0.22 * len(rows))), layout="constrained")
     bars, colours = figure.subplots(1, 2, sharey=True, width_ratios=(1, 3))
     names, y = [row.name for row in rows], range(len(rows))
     zeros = [row.zeros for row in rows]

@@ -235,6 +235,14 @@ class FusedOptimizer(WithCheckpoints):
             self._count_down()
         return loss
 
+    @torch.no_grad()
+    def _skip(self, found_inf: Tensor) -> None:
+        """Notes that a scaler skips this step on the host, without a call of `step`. `found_inf` is not 0."""
+        self._last_found_inf = found_inf
+        if self._observer is not None:
+            self._observer._observe(self._prepare(), None, found_inf, None, 0.0)
+            self._observer._end_step()
+
     def _count_down(self) -> None:
         """Counts a step that is not sampled. If the next one is to be sampled, lets the report prepare for it."""
         self._steps_to_sample -= 1

@@ -105,7 +105,6 @@ def layers(seed: int, steps: int, size: Size, device: torch.device) -> list[Row]
                     "elements": row.total,
                     "zeros": f"{row.zeros:.4g}",
                     "subnormal": f"{row.subnormal:.4g}",
-                    "vanished": f"{row.vanished:.4g}",
                     "nonfinite": row.nonfinite,
                     "largest": f"{row.largest:.4g}",
                     "exponents": " ".join(map(str, counts)),
@@ -179,7 +178,8 @@ def vanished(rows: Sequence[Row], scale: float) -> list[float]:
     for seed in seeds(rows):
         found = of(rows, LAYER, seed=seed, scale=f"{scale:g}")
         total = sum(number(row, "elements") for row in found)
-        shares.append(sum(number(row, "vanished") * number(row, "elements") for row in found) / total)
+        gone = sum((number(row, "zeros") + number(row, "subnormal")) * number(row, "elements") for row in found)
+        shares.append(gone / total)
     return shares
 
 
@@ -239,9 +239,8 @@ def costs(part: str, limit: float, rows: Sequence[Row]) -> Verdict:
 
 
 RULES = """
-An activation gradient *vanished* if it is subnormal in fp16, or if it is 0 and at least 1 % of the other elements of
-its layer are subnormal, or if the whole layer is 0. Shares are of all activation gradients of a model. Three seeds are
-trained.
+An activation gradient *vanished* if it is 0 or subnormal in fp16. The model has no layer that makes zeros of its own.
+Shares are of all activation gradients of a model. Three seeds are trained.
 
 The claims and their rules:
 """
@@ -348,7 +347,7 @@ EXPERIMENT = Experiment(
     title="Underflow in the backward pass",
     about=ABOUT,
     columns=(
-        "part", "seed", "steps", "scale", "layer", "elements", "zeros", "subnormal", "vanished", "nonfinite", "largest",
+        "part", "seed", "steps", "scale", "layer", "elements", "zeros", "subnormal", "nonfinite", "largest",
         "exponents", "time", "time_low", "time_high",
     ),
     runs=runs,

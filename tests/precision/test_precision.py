@@ -28,6 +28,14 @@ class Last(nn.Linear):
         return nn.functional.linear(x, self.weight, self.bias)
 
 
+class Outside(nn.LayerNorm):
+    """A layer that computes in fp32 under autocast."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return super().forward(x.float())
+
+
 class Scale(nn.Module):
     """The identity, whose backward pass multiplies the gradient by a factor."""
 
@@ -216,12 +224,37 @@ def test_outputs_of_any_kind():
 
 def test_validation_is_not_counted():
     model = network("cpu")
+    outer = nn.ModuleDict({"model": model})  # in training mode, as a wrapper whose inner model is validated
     optimizer = FusedSGD(model.parameters(), lr=0.5)
-    report = PrecisionReport(model, optimizer, every=1)
+    report = PrecisionReport(outer, optimizer, every=1)
     with torch.no_grad():
         model.eval()(batch("cpu", rows=100))
     train(model.train(), optimizer, None, batch("cpu"))
+    assert by_key(report)["activation", "model.0"].total == 33 * 40
+
+
+def test_a_model_that_trains_in_evaluation_mode():
+    model = network("cpu").eval()
+    optimizer = FusedSGD(model.parameters(), lr=0.5)
+    report = PrecisionReport(model, optimizer, every=1)
+    train(model, optimizer, None, batch("cpu"))
     assert by_key(report)["activation", "0"].total == 33 * 40
+
+
+def test_steps_of_a_block_are_added_up_with_other_dtypes_and_groups():
+    model = network("cpu", torch.float32)
+    first, rest = [model[0].weight], [model[0].bias, *model[1:].parameters()]
+    optimizer = FusedSGD(first, lr=0.5)
+    with PrecisionReport(model, optimizer) as report:
+        train(model, optimizer, None, batch("cpu", torch.float32))
+        optimizer.add_param_group({"params": rest})
+        model.half()
+        train(model, optimizer, None, batch("cpu", rows=10))
+    found = by_key(report)
+    assert found["weight_grad", "0.bias"].total == 40 and found["weight_grad", "0.bias"].dtype is torch.float16
+    for name, rows in (("float32", 33), ("float16", 10)):
+        assert found["activation", f"0 ({name})"].total == found["activation_grad", f"0 ({name})"].total == rows * 40
+        assert found["weight_grad", f"0.weight ({name})"].total == 24 * 40
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -288,18 +321,70 @@ def test_a_report_that_sees_no_layer_says_so():
     report.close()
 
 
-def test_code_is_compiled_again_after_a_training():
+def test_the_stance_of_the_compiler_is_changed_in_the_model_alone():
+    def stance() -> str:
+        return torch._dynamo.eval_frame._stance.stance
+
+    seen = []
+
+    class Spy(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(stance())
+            if len(x) == 1:
+                raise ValueError
+            return x
+
+    model = nn.Sequential(nn.Linear(24, 24), Spy())
+    pairs = [FusedSGD([param], lr=0.5) for param in model.parameters()]
+    reports = [PrecisionReport(model, optimizer, every=1) for optimizer in pairs]
+    with torch.compiler.set_stance("eager_on_recompile"):
+        model(batch("cpu", torch.float32)).sum().backward()
+        assert stance() == "eager_on_recompile"
+    with pytest.raises(ValueError):
+        model(batch("cpu", torch.float32, rows=1))
+    assert stance() == "default" and seen == ["force_eager"] * 2
+    for optimizer, report in zip(pairs, reports, strict=True):
+        optimizer.step()
+        report.close()
+    assert stance() == "default"
+    model(batch("cpu", torch.float32))
+    assert seen[-1] == "default"
+
+
+def test_a_whole_graph_may_be_demanded():
+    model = network("cpu", torch.float32)
+    optimizer = FusedSGD(model.parameters(), lr=0.5)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with PrecisionReport(model, optimizer, every=1) as report:
+        with torch.no_grad():
+            compiled.eval()(batch("cpu", torch.float32))
+        train(compiled.train(), optimizer, None, batch("cpu", torch.float32))
+    assert by_key(report)["activation", "0"].total == 33 * 40
+    step = torch.compile(lambda x: model(x) * 2, backend="eager", fullgraph=True)
+    step(batch("cpu", torch.float32))  # the hooks are there, and are not traced
+    report.close()
+    torch._dynamo.reset()
+
+
+def test_export_sees_no_hooks():
     model = network("cpu", torch.float32)
     optimizer = FusedSGD(model.parameters(), lr=0.5)
     report = PrecisionReport(model, optimizer, every=1)
+    program = torch.export.export(model, (batch("cpu", torch.float32),))
+    assert "count_exponents" not in str(program.graph)
     train(model, optimizer, None, batch("cpu", torch.float32))
-    graphs = []
-    compiled = torch.compile(lambda x: x + 1, backend=lambda graph, inputs: graphs.append(graph) or graph)
-    model.eval()(batch("cpu", torch.float32))
-    compiled(torch.ones(2))
-    assert len(graphs) == 1
-    report.close()
-    torch._dynamo.reset()
+    assert by_key(report)["activation", "0"].total == 33 * 40
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies_of_a_model_are_not_sampled(duplicate):
+    model = network("cpu")
+    optimizer = FusedSGD(model.parameters(), lr=0.5)
+    report = PrecisionReport(model, optimizer, every=1)
+    copied = duplicate(model)
+    copied(batch("cpu", rows=100))
+    train(model, optimizer, None, batch("cpu"))
+    assert by_key(report)["activation", "0"].total == 33 * 40
 
 
 # ------------------------------------------------------------------------------------------------ what it leaves alone
@@ -368,6 +453,10 @@ def test_scalers(scaler, unscales):
     scaler = scaler("cpu", init_scale=2.0**10)
     with PrecisionReport(model, optimizer, scaler) as report:
         scaler.scale(loss_of(model, batch("cpu", torch.float32))).backward()
+    assert report.scale == 2.0**10  # also without a step
+    optimizer.zero_grad()
+    with report:
+        scaler.scale(loss_of(model, batch("cpu", torch.float32))).backward()
         largest = model[0].weight.grad.abs().max().item()
         if unscales:
             scaler.unscale_(optimizer)
@@ -379,7 +468,7 @@ def test_scalers(scaler, unscales):
 
 # ------------------------------------------------------------------------------------------------------------- advice
 def test_a_layer_whose_gradients_vanish_is_named(device):
-    model = network(device, factor=2.0**-30)
+    model = network(device, factor=2.0**-26)
     optimizer = FusedSGD(model.parameters(), lr=0.0)
     scaler = amp_kernels.GradScaler(device, init_scale=2.0**4)
     with PrecisionReport(model, optimizer, scaler) as report:
@@ -388,14 +477,10 @@ def test_a_layer_whose_gradients_vanish_is_named(device):
     found, advice = by_key(report), report.advice()
     assert {said.partition(":")[0] for said in advice} == {"0", "1", "0.weight", "0.bias"}
     assert found["activation", "1"].zeros > 0.3  # the zeros of ReLU call for no advice
-    rows = [found[kind, name] for kind, name in found if kind == "activation_grad"]
-    room = math.floor(math.log2(65504 / max(row.largest for row in rows)))
-    weights = max(found["weight_grad", name].largest for name, _ in model.named_parameters())
-    room = min(room, math.floor(math.log2(65504 / weights)))
+    room = math.floor(math.log2(65504 / max(row.largest for row in found.values() if row.kind != "activation")))
     assert room > 3
-    assert all(
-        said.endswith(f"0 or subnormal; the scale may rise by 2^{room} before fp16 overflows") for said in advice
-    )
+    ending = f"; the scale may rise by 2^{room} before a gradient of the report overflows"
+    assert all(said.endswith((ending, ending + ", unless the loss does not depend on them")) for said in advice)
     # At a scale that is 2^room times as large nothing overflows; at twice that scale, something does.
     for more, overflows in ((room, False), (room + 1, True)):
         optimizer.zero_grad()
@@ -404,6 +489,64 @@ def test_a_layer_whose_gradients_vanish_is_named(device):
             scaler.scale(loss_of(model, batch(device))).backward()
             scaler.step(optimizer)
         assert any(row.nonfinite for row in report.rows()) == overflows
+
+
+def test_gradients_that_are_all_0():
+    model = network("cpu")
+    optimizer = FusedSGD(model.parameters(), lr=0.5)
+    with PrecisionReport(model, optimizer) as report:
+        (loss_of(model, batch("cpu")) * 1e-9).backward()
+        optimizer.step()
+    advice = report.advice()
+    assert len(advice) == 6 + 5
+    for said in advice:
+        assert "gradients are 0 at a scale of 1; take a larger scale and sample again, unless the loss does not" in said
+
+
+def test_autocast_computes_gradients_of_fp32_weights_in_fp16():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 40), Outside(40), nn.Linear(40, 1))
+    optimizer = FusedSGD(model.parameters(), lr=0.0)
+    report = PrecisionReport(model, optimizer, scaler := amp_kernels.GradScaler("cpu", init_scale=2.0**6))
+
+    def sample(scale: float, unscales: bool = False) -> dict[tuple[str, str], precision.Row]:
+        optimizer.zero_grad()
+        scaler.update(scale)
+        with report:
+            with torch.autocast("cpu", torch.float16):
+                output = model(batch("cpu", torch.float32, rows=4096))
+            scaler.scale(output.float().square().mean()).backward()
+            if unscales:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+        return by_key(report)
+
+    scaler.scale(torch.ones(()))
+    found = sample(2.0**6)
+    row = found["weight_grad", "2.weight"]
+    assert (row.dtype, row.computed_in) == (torch.float32, torch.float16)
+    assert found["weight_grad", "1.weight"].computed_in is torch.float32
+    advisor = precision._Advisor(list(found.values()), 2.0**6, has_scaler=True)
+    room = math.floor(advisor._room)
+    assert not any(row.nonfinite for row in sample(2.0 ** (6 + room)).values())
+    assert any(row.nonfinite for row in sample(2.0 ** (7 + room)).values())
+    # Fewer digits are left at a small scale, also if unscale_ has divided the gradients in fp32 since.
+    small, divided = (sample(2.0**-6, unscales)["weight_grad", "0.weight"] for unscales in (False, True))
+    assert small.underflow > 0.1 and divided.divided_by == 2.0**-6
+    assert divided.underflow == small.underflow and divided.headroom == pytest.approx(small.headroom)
+    assert divided.lost_in_fp16 == small.lost_in_fp16
+
+
+def test_gradients_that_were_divided_in_fp16_are_no_matter_of_the_scale():
+    model = network("cpu")
+    optimizer = FusedSGD(model.parameters(), lr=0.0)
+    scaler = amp_kernels.GradScaler("cpu", init_scale=2.0**14)
+    with PrecisionReport(model, optimizer, scaler) as report:
+        scaler.scale(loss_of(model, batch("cpu")) / 100).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+    advice = report.advice()
+    assert advice and all("divided by the scale in fp16; clip with max_grad_norm" in said for said in advice)
 
 
 def test_zeros_that_no_scale_changes_are_no_underflow():
@@ -415,7 +558,7 @@ def test_zeros_that_no_scale_changes_are_no_underflow():
         (model(batch("cpu")).sum()).backward()
         optimizer.step()
     row = by_key(report)["activation_grad", "0"]
-    assert row.zeros > 0.5 and row.subnormal == 0 and row.vanished == 0
+    assert row.zeros > 0.5 and row.subnormal == 0 and row.underflow == 0
     assert not any(said.startswith("0:") for said in report.advice())
 
 
@@ -450,8 +593,11 @@ def test_parameters_whose_updates_are_lost_are_named(device):
     with PrecisionReport(model, optimizer) as report:
         loss_of(model, batch(device, torch.bfloat16)).backward()
         optimizer.step()
-    named = [said.partition(":")[0] for said in report.advice() if "updates are lost without a master" in said]
-    assert sorted(named) == ["0.bias", "0.weight"]
+    (said,) = (said for said in report.advice() if said.startswith("keep the masters"))
+    shares = {name: row.lost_updates for (_, name), row in by_key(report).items() if row.lost_updates is not None}
+    assert {name for name, share in shares.items() if share >= 0.5} == {"0.weight", "0.bias"}
+    listed = sorted((f"{name} {shares[name]:.0%}" for name in ("0.weight", "0.bias")), key=lambda x: x.split()[1])
+    assert all(each in said for each in listed) and "3.weight" not in said
 
 
 # ------------------------------------------------------------------------------------------------------------- results
@@ -519,6 +665,12 @@ def test_arguments():
     report = PrecisionReport(model, optimizer, every=1)
     with pytest.raises(ValueError, match="another report samples the optimizer"):
         PrecisionReport(model, optimizer)
+    with pytest.raises(ValueError, match="limit must be at least 0 or None, got -1"):
+        report.table(-1)
+    with pytest.raises(TypeError, match="scaler must be a GradScaler or None, got a float"):
+        PrecisionReport(model, optimizer, 1024.0)
+    with pytest.raises(ValueError, match="must train parameters of the model, got an optimizer that trains none"):
+        PrecisionReport(network("cpu"), optimizer)
     with pytest.raises(ValueError, match="kind must be one of activation, activation_grad, weight_grad, got 'x'"):
         report.plot("x")
     with report, pytest.raises(RuntimeError, match="must not be nested"), report:
@@ -549,6 +701,50 @@ def test_copies_of_an_optimizer_are_not_sampled():
         assert copied._observer is None and copied._sampler is None
     train(model, optimizer, None, batch("cpu"))
     assert report.rows()
+
+
+def test_reports_in_odd_states():
+    model = network("cpu")
+    optimizer = FusedSGD(model.parameters(), lr=0.5)
+    report = PrecisionReport(model, optimizer, every=1)
+    train(model, optimizer, None, batch("cpu"))
+    with report:  # counts nothing
+        pass
+    assert by_key(report)["activation", "0"].total == 33 * 40
+    with PrecisionReport(model, other := FusedSGD(model.parameters(), lr=0.5)) as block:
+        with pytest.raises(RuntimeError, match="another report samples this step"):
+            PrecisionReport(model, other, every=1)
+        block.close()
+    assert other._sampler is None and PrecisionReport(model, other, every=1).rows() == []
+    with report:
+        train(model, optimizer, None, batch("cpu", rows=7))
+        report.close()
+        train(model, optimizer, None, batch("cpu", rows=7))
+    assert by_key(report)["activation", "0"].total == 33 * 40  # the last sample that has ended
+    with report:
+        train(model, optimizer, None, batch("cpu", rows=7))
+    assert by_key(report)["activation", "0"].total == 7 * 40 and optimizer._observer is None
+
+
+class Overridden(FusedSGD):
+    """A step that a scaler skips on the host."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def test_a_step_that_is_skipped_on_the_host_ends_a_sample():
+    model = network("cpu")
+    optimizer = Overridden(model.parameters(), lr=0.5)
+    scaler = amp_kernels.GradScaler("cpu", init_scale=2.0)
+    report = PrecisionReport(model, optimizer, scaler, every=1)
+    scaler.scale(loss_of(model, batch("cpu"))).backward()
+    model[3].weight.grad[3, 5] = torch.inf
+    scaler.step(optimizer)
+    scaler.update()
+    assert by_key(report)["weight_grad", "3.weight"].nonfinite == 1 and report.scale == 2.0
+    train(model, optimizer, scaler, batch("cpu", rows=7))
+    assert by_key(report)["activation", "0"].total == 7 * 40 and report.scale == 1.0
 
 
 class Proxy:
