@@ -17,4 +17,6 @@ NAMES = (
     "foreach_fused",
     "state_codes",
     "underflow",
+    "finetuning",
+    "residual",
 )

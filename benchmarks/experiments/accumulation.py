@@ -67,24 +67,30 @@ def plan(settings: Settings) -> tuple[int, int, range]:
 
 
 # ---------------------------------------------------------------------------------------------------- fp32, batch norm
-def losses(of: str, norm: str, split: Split, seed: int, epochs: int) -> tuple[list[float], nn.Module]:
-    """Of each step, and the network after the last."""
-    torch.manual_seed(seed)
+def losses(
+    model: nn.Module,
+    split: images.Halves,
+    seed: int,
+    epochs: int,
+    parts: int = 1,
+    size: int = BATCH,
+    turned: bool = False,
+) -> list[float]:
+    """Of each step. A step takes `size` images, in so many parts. `turned`: in the opposite order."""
     x, y = split.train
-    model = images.cnn(norm == NORM).to(x.device)
     optimizer = FusedSGD(model.parameters(), **SGD)
     found = []
-    for batch in order(len(y), 16 if of == SMALL else BATCH, seed, epochs):
-        batch = (batch.flip(0) if of == REORDERED else batch).to(x.device)
+    for batch in order(len(y), size, seed, epochs):
+        batch = (batch.flip(0) if turned else batch).to(x.device)
         optimizer.zero_grad()
         loss = torch.zeros((), device=x.device)
-        for part in batch.chunk(PARTS[of]):
-            each = F.cross_entropy(model(x[part]), y[part]) / PARTS[of]
+        for part in batch.chunk(parts):
+            each = F.cross_entropy(model(x[part]), y[part]) / parts
             each.backward()
             loss += each.detach()
         optimizer.step()
         found.append(loss)
-    return torch.stack(found).tolist(), model
+    return torch.stack(found).tolist()
 
 
 def order(count: int, size: int, seed: int, epochs: int) -> Iterator[Tensor]:
@@ -100,7 +106,9 @@ def curves(norm: str, seed: int, epochs: int, device: torch.device) -> list[Row]
     rows = []
     base: list[float] = []
     for of in PARTS:
-        found, model = losses(of, norm, split, seed, epochs)
+        torch.manual_seed(seed)
+        model = images.cnn(norm == NORM).to(device)
+        found = losses(model, split, seed, epochs, PARTS[of], 16 if of == SMALL else BATCH, of == REORDERED)
         base = base or found
         loss, accuracy = images.evaluate(model, split, torch.float32)
         row = {"part": CURVES, "model": norm, "way": of, "dtype": "fp32", "seed": seed, "steps": len(found)}

@@ -119,15 +119,25 @@ class Encoder(nn.Module):
         sizes = width, config["intermediate_size"], config["num_attention_heads"], eps
         self.layers = nn.ModuleList(Layer(*sizes) for _ in range(config["num_hidden_layers"]))
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """int64 [batch, length], 0 where there is none -> [batch, width]."""
+    def mean(self, tokens: Tensor) -> Tensor:
+        """The last layer's mean over the tokens of each text, in fp32.
+
+        Args:
+            tokens: int64 `[batch, length]`, 0 behind the end of a text.
+
+        Returns:
+            `[batch, width]`.
+        """
         real = tokens != 0
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.norm(self.words(tokens) + self.positions(positions) + self.types(torch.zeros_like(positions)))
         for layer in self.layers:
             x = layer(x, real[:, None, None])
-        x = x.float() * real[..., None]
-        return F.normalize(x.sum(1))  # the mean has the same direction
+        return (x.float() * real[..., None]).sum(1) / real.sum(1, keepdim=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """int64 [batch, length], 0 where there is none -> [batch, width]."""
+        return F.normalize(self.mean(tokens))
 
 
 def folder() -> Path:

@@ -27,6 +27,7 @@ from ..common import device_name
 Row = dict[str, Any]
 Name = TypeVar("Name", bound=Hashable)
 HOLDS, FALSIFIED, UNDECIDED = "holds", "falsified", "undecided"
+LEAST_SEEDS = 3  # fewer decide nothing
 SHARED = ("run", "seconds", "device_name", "torch_version", "amp_kernels_version", "date", "note")
 
 
@@ -111,7 +112,11 @@ def number(row: Mapping[str, Any], column: str) -> float:
 
 
 def carry_out(experiment: Experiment, settings: Settings, folder: Path, is_fresh: bool) -> Path:
-    """Measures what the CSV in `folder` lacks, and draws it."""
+    """Measures what the CSV in `folder` lacks, and draws it.
+
+    Raises:
+        ValueError: The CSV has other columns, because another version of the experiment wrote it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{experiment.name}.csv"
     shared = {
@@ -119,9 +124,13 @@ def carry_out(experiment: Experiment, settings: Settings, folder: Path, is_fresh
         "torch_version": torch.__version__,
         "amp_kernels_version": amp_kernels.__version__,
     }
+    columns = (*experiment.columns, *SHARED)
     if is_fresh or not path.exists():
         with path.open("w", newline="") as file:
-            csv.DictWriter(file, (*experiment.columns, *SHARED), lineterminator="\n").writeheader()
+            csv.DictWriter(file, columns, lineterminator="\n").writeheader()
+    with path.open(newline="") as file:
+        if tuple(next(csv.reader(file))) != columns:
+            raise ValueError(f"{path} has the columns of another version; measure it again with --fresh.")
     done = {row["run"] for row in read(path)}
     missing = [run for run in experiment.runs(settings) if run.key not in done]
     for run in tqdm(missing, desc=experiment.name, unit="run", disable=None):
@@ -130,7 +139,7 @@ def carry_out(experiment: Experiment, settings: Settings, folder: Path, is_fresh
         seconds = f"{time.perf_counter() - began:.1f}"
         date = datetime.now(timezone.utc).strftime("%Y-%m-%d")
         with path.open("a", newline="") as file:
-            writer = csv.DictWriter(file, (*experiment.columns, *SHARED), lineterminator="\n")
+            writer = csv.DictWriter(file, columns, lineterminator="\n")
             writer.writerows({**shared, "run": run.key, "seconds": seconds, "date": date, **row} for row in rows)
     experiment.draw(read(path), path.with_suffix(".png"))
     return path
@@ -180,6 +189,19 @@ def mean_and_error(values: Iterable[float]) -> tuple[float, float]:
         return math.nan, math.nan
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
     return statistics.mean(values), error
+
+
+def no_loss(points: Sequence[float], margin: float) -> Verdict:
+    """Whether an accuracy is not lower than another by more than `margin`.
+
+    `points` are their differences, one for each seed. With their mean d and its standard error s the claim holds if
+    d - 2s >= -margin, and is falsified if d + 2s < -margin.
+    """
+    if len(points) < LEAST_SEEDS:
+        return Verdict(UNDECIDED, f"{len(points)} of {LEAST_SEEDS} seeds are there.")
+    mean, error = mean_and_error(points)
+    because = f"{mean:+.2f} points, standard error {error:.2f}, {len(points)} seeds."
+    return decided(mean - 2 * error >= -margin, mean + 2 * error < -margin, because)
 
 
 def _wait(device: torch.device) -> None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_sample_images
 from torch import Tensor, nn
 
-from .digits import Split
-
 PATCH = 8  # pixels; times 3 colours
+
+
+class Halves(Protocol):
+    """Images and labels for training and for the test."""
+
+    train: tuple[Tensor, Tensor]
+    test: tuple[Tensor, Tensor]
 
 
 def cnn(has_norm: bool = True) -> nn.Sequential:
@@ -37,7 +42,7 @@ def in_16_bits(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, split: Split, dtype: torch.dtype) -> tuple[float, float]:
+def evaluate(model: nn.Module, split: Halves, dtype: torch.dtype) -> tuple[float, float]:
     """Loss, and percent of the test images that are recognized."""
     model.eval()
     x, y = split.test

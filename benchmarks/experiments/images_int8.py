@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from amp_kernels.functional import Int8Tensor, quantize_int8
-from amp_kernels.nn import Int8Conv2d, Int8ConvTranspose2d, Int8Linear
+from amp_kernels.nn import Int8Conv2d, Int8ConvTranspose2d, Int8Linear, convert_linear_
 from amp_kernels.quantization import convert_, export_onnx, prepare_, prepare_qat_, quantize_
 
 from .encoder_int8 import DYNAMIC, FP32, STATIC, WEIGHT_ONLY, by_torchao, file_bytes
@@ -28,7 +28,8 @@ from .harness import Row
 from .image_tasks import Data, Task, by_pixels
 from .peers import first_line
 
-BF16, QAT = "bf16", "QAT static, ours"
+BF16, FP16, QAT = "bf16", "fp16", "QAT static, ours"
+AUTOCAST_BF16, AUTOCAST_FP16 = "bf16 autocast", "fp16 autocast"
 FBGEMM, ONEDNN, FBGEMM_ALL = (f"{each}, torch.ao" for each in ("static by fbgemm", "static by onednn", "all by fbgemm"))
 STATIC_RUNTIME, WEIGHT_ONLY_RUNTIME = "static, onnxruntime", "weight-only, onnxruntime"
 OURS = WEIGHT_ONLY, DYNAMIC, STATIC, QAT
@@ -40,14 +41,27 @@ Case = tuple[
 
 
 class In16Bits(nn.Module):
-    """A bf16 model for fp32 images."""
+    """A model with 16-bit weights for fp32 images."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
-        self.model = model.bfloat16()
+        self.model, self.dtype = model.to(dtype), dtype
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.model(x.bfloat16())
+        result: Tensor = self.model(x.to(self.dtype))
+        return result.float()
+
+
+class Autocast(nn.Module):
+    """An fp32 model under torch's autocast."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.model, self.dtype = model, dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, self.dtype):
+            result: Tensor = self.model(x)
         return result.float()
 
 
@@ -129,6 +143,13 @@ def linear_by_torchao(model: nn.Module) -> nn.Module:
     return by_torchao(model, "Int8WeightOnlyConfig")
 
 
+def converted(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """With the linear layers of amp_kernels."""
+    if not has(model, nn.Linear):
+        raise NotImplementedError("the network has no linear layer, and only these would differ")
+    return In16Bits(convert_linear_(folded(model)), dtype)
+
+
 def has(model: nn.Module, kind: type[nn.Module]) -> bool:
     return any(isinstance(layer, kind) for layer in model.modules())
 
@@ -138,7 +159,12 @@ def makers(calibration: Tensor, qat: Callable[[nn.Module], nn.Module]) -> dict[s
     example = calibration[:1]
     return {
         FP32: folded,
-        BF16: lambda model: In16Bits(folded(model)),
+        AUTOCAST_BF16: lambda model: Autocast(folded(model), torch.bfloat16),
+        BF16: lambda model: In16Bits(folded(model), torch.bfloat16),
+        "bf16, ours": lambda model: converted(model, torch.bfloat16),
+        AUTOCAST_FP16: lambda model: Autocast(folded(model), torch.float16),
+        FP16: lambda model: In16Bits(folded(model), torch.float16),
+        "fp16, ours": lambda model: converted(model, torch.float16),
         WEIGHT_ONLY: lambda model: quantize_(model, "weight_only"),
         DYNAMIC: lambda model: quantize_(model, "dynamic"),
         STATIC: lambda model: static(model, calibration),

@@ -61,3 +61,15 @@ def of_both_passes(loss: Callable[[], Tensor], device: torch.device) -> Bytes:
     held = torch.cuda.memory_allocated(device) - before
     value.backward()
     return Bytes(held, torch.cuda.max_memory_allocated(device) - before)
+
+
+def of_first_step(step: Callable[[], object], device: torch.device) -> Bytes:
+    """Of an optimizer that has no state yet. `held` is its state, `peak` also what the step allocates and frees."""
+    if device.type != "cuda":
+        with Live() as live:
+            step()
+            return Bytes(live.bytes(), live.peak)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    return Bytes(torch.cuda.memory_allocated(device) - before, torch.cuda.max_memory_allocated(device) - before)

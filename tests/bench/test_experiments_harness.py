@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from amp_kernels.functional import Int8Tensor
+from amp_kernels.optim import FusedAdamW
 
 PACKAGE = "amp_kernels.benchmarks.experiments"  # not in a wheel
 for package in ("matplotlib", "sklearn", "tabulate", "tqdm", PACKAGE):
@@ -82,6 +83,18 @@ def test_fresh_measures_anew(tmp_path):
     carry_out(fake, tmp_path)
     rows = carry_out(fake, tmp_path, is_fresh=True)
     assert fake.measured == list("abcabc") and [row["value"] for row in rows[::2]] == ["4", "5", "6"]
+
+
+def test_a_csv_with_other_columns_is_refused(tmp_path):
+    fake = Fake()
+    carry_out(fake, tmp_path)
+    path = tmp_path / "fake.csv"
+    before = path.read_text().replace("value,", "number,", 1)
+    path.write_text(before)
+    with pytest.raises(ValueError, match="--fresh"):
+        carry_out(fake, tmp_path)
+    assert path.read_text() == before
+    assert len(carry_out(fake, tmp_path, is_fresh=True)) == 6
 
 
 def test_numbers_that_are_missing_are_nan():
@@ -299,6 +312,47 @@ def recompute():
     yield trained(r.INT8), NO_LOSS
     yield trained(r.BOTH), NO_LOSS
 
+    def peaks_of(way, than):
+        return lambda values: [
+            {"part": r.STEP, "way": each.name, "batch": batch, "peak_mb": value}
+            for batch, share in zip((2, 4), values, strict=True)
+            for each, value in ((way, 10 * share), (than, 10))
+        ]
+
+    yield peaks_of(r.PIECES, r.WRITTEN), ((0.3, 0.4), (0.6, 0.7), (0.4, 0.6))
+    yield peaks_of(r.ALL, r.PIECES), ((0.9, 1.0), (1.2, 1.1), (1.0, 1.1))
+    of_written = at_every_batch(r.STEP, r.PIECES, lambda values: spread("of_written", *values))
+    yield of_written, ((1.2, 1.4), (1.6, 1.7), (1.4, 1.6))
+    yield at_every_batch(r.STEP, r.PIECES, lambda values: spread("of_blocks", *values)), BELOW_1
+
+    def by_seed(part, way, make):
+        return lambda values: [
+            {"part": part, "way": way, "seed": seed, **make(value)} for seed, value in zip(SEEDS, values, strict=True)
+        ]
+
+    def bits(part, way):
+        return by_seed(part, way, lambda count: {"differ": count, "elements": 100})
+
+    yield bits(r.DROPOUT, "preserve_rng_state=True"), ((0, 0, 0), (1, 2, 3), (0, 0, 3))
+    yield bits(r.DROPOUT, "preserve_rng_state=False"), ((1, 2, 3), (0, 0, 0), (0, 0, 3))
+    yield bits(r.NORM, r.REPEATED), ((0, 0, 0), (1, 2, 3), (0, 0, 3))
+
+    def running(distances):
+        """From everything kept, from twice the updates, and of the other batch norm."""
+        values = dict(zip(("inside", "of_twice", "outside"), distances, strict=True))
+        return {f"{what}_{name}": value for name, value in values.items() for what in ("means", "variances")}
+
+    good, bad = (0.1, 1e-6, 0.0), ((1e-6, 1e-6, 0.0), (0.1, 0.1, 0.0), (0.1, 1e-6, 0.1))
+    yield by_seed(r.NORM, r.REPEATED, running), ((good,) * 3, bad, (good, *bad[:2]))
+    inside = by_seed(r.NORM, r.AT_HALF, lambda value: {"means_inside": value, "variances_inside": value / 2})
+    yield inside, ((0.0, 1e-6, 1e-6), (0.1, 0.2, 0.1), (0.0, 1e-6, 0.1))
+
+    def evaluated(points):
+        for way, added in ((r.KEPT, (0, 0, 0)), (r.REPEATED, points)):
+            yield from by_seed(r.NORM, way, lambda point: {"accuracy": 90 + point})(added)
+
+    yield evaluated, NO_LOSS
+
 
 def accumulation():
     a = of("accumulation")
@@ -349,7 +403,7 @@ def test_the_bound_on_equal_loss_curves_is_near_what_was_measured():
 def test_published_tables_name_their_source():
     told = page.page()
     named = ("spell.ml", "MMCV, pull request 1221", "qywu", "NVIDIA's page on mixed precision", "DeepLearningExamples")
-    assert [told.count(source) for source in named] == [2, 2, 2, 1, 1] and told.count("not recorded") == 1
+    assert [told.count(source) for source in named] == [2, 3, 2, 1, 2] and told.count("not recorded") == 2
     assert (
         "| U-Net             | 4.33            | 3.71         | 0.86    | 4.26          | 2.67       | 0.63    |"
         in told
@@ -456,6 +510,33 @@ def int8_images():
     yield saturation, ((3, 1), (0, 0), (3, 0))
     yield runtime, ((1, 3), (2, 3), (1, 1))
 
+    def contender_scores(contender):
+        return lambda values: [row | {"contender": contender} for row in scores(i.PHOTOS)(values)]
+
+    def throughput(contender):
+        def rows(values):
+            row = {"part": "latency", "task": i.PHOTOS, "contender": contender, "beside": i.FP32, "rounds": 7}
+            yield {**row, "images": 1, **spread("ratio", 0.1, 3.0)}
+            yield {**row, "images": 16, **spread("ratio", *values)}
+
+        return rows
+
+    for contender in (i.AUTOCAST_FP16, i.AUTOCAST_BF16, i.BF16):
+        yield contender_scores(contender), ((0.0, 0.1, -0.1), (-0.31, -0.3, -0.32), (-1.0, 0.5, 0.4))
+        yield throughput(contender), ((0.5, 0.6), (0.7, 0.8), (0.6, 0.7))
+
+    def slower(values):
+        return [row | {"contender": i.AUTOCAST_BF16} for row in latency(i.PHOTOS, i.BF16)(values)]
+
+    yield slower, ((1.2, 1.3), (0.7, 0.8), (0.9, 1.1))
+
+    def distances(values):
+        for seed, value in zip(SEEDS, values, strict=True):
+            yield quality(i.BF16, i.PHOTOS, seed, distance=value)
+            yield quality(i.STATIC, i.PHOTOS, seed, distance=0.01)
+
+    yield distances, ((0.001, 0.002, 0.003), (0.02, 0.03, 0.02), (0.001, 0.02, 0.002))
+
 
 def multiples_of_8():
     m = of("multiples_of_8")
@@ -558,9 +639,90 @@ def state_codes():
         yield losses(way), ((0.0, 0.001, 0.0005), (0.02, 0.021, 0.022), (0.0, 0.1, 0.0))
 
 
+def finetuning():
+    f = of("finetuning")
+
+    def trained(way, than):
+        def rows(points):
+            for seed in SEEDS:
+                yield {"part": f.TRAINED, "way": than, "seed": seed, "accuracy": 70}
+                yield {"part": f.TRAINED, "way": way, "seed": seed, "accuracy": 70 + points[seed]}
+
+        return rows
+
+    no_loss = (0.0, 0.1, -0.1), (-3.0, -2.9, -3.1), (-1.0, 0.5, 0.4)
+    for way in (f.AS_FP16, f.AS_BF16, f.AUTOCAST_FP16, f.AUTOCAST_BF16):
+        yield trained(way, f.AS_FP32), no_loss
+    for lean, full in f.LEAN.items():
+        yield trained(lean, full), no_loss
+
+    def times(*ways):
+        """The spread of the first way, and one that is always good for the other."""
+        return lambda values: [
+            {"part": f.TIME, "way": way, "seed": seed, **spread("of_rival", *(value if way == ways[0] else (0.9, 1.0)))}
+            for way in ways
+            for seed, value in zip(SEEDS, values, strict=True)
+        ]
+
+    for ways, add in (((f.AS_BF16,), 0.0), (tuple(f.LEAN), 0.1)):
+        good, bad = (0.7 + add, 0.9 + add), (1.1 + add, 1.2 + add)
+        yield times(*ways), ((good,) * 3, (bad,) * 3, (good, bad, good))
+
+    def bytes_(share):
+        for lean, full in f.LEAN.items():
+            yield {"part": f.BYTES, "way": full, "peak": 10}
+            yield {"part": f.BYTES, "way": lean, "peak": 10 * share if share else ""}
+
+    yield bytes_, (0.4, 0.6, 0)
+
+
+def residual():
+    r = of("residual")
+
+    def accuracies(part, way, than):
+        def rows(points):
+            for seed in SEEDS:
+                yield {"part": part, "way": than, "seed": seed, "accuracy": 90}
+                yield {"part": part, "way": way, "seed": seed, "accuracy": 90 + points[seed]}
+
+        return rows
+
+    for way in (r.AS_FP16, r.AS_BF16, r.AS_AUTOCAST, r.AUTOCAST_BF16):
+        yield accuracies(r.TRAINED, way, r.AS_FP32), NO_LOSS
+    for lean, full in r.LEAN.items():
+        yield accuracies(r.TRAINED, lean, full), NO_LOSS
+    for way in r.ACCUMULATED:
+        yield accuracies(r.ADDED, way, r.LARGE), ((-3.0, -2.9, -3.1), (0.5, 0.6, 0.5), (-1.0, 0.0, 0.9))
+
+    def moved(values):
+        """A factor on what is expected of the first way, by seed; the other is as expected."""
+        for way, parts in r.ACCUMULATED.items():
+            for seed, value in zip(SEEDS, values, strict=True):
+                factor = value if way == r.SPLIT else 1
+                yield {"part": r.STATISTICS, "way": way, "seed": seed, "moved": factor * r.weight(parts)}
+
+    yield moved, ((1.0, 1.05, 0.95), (0.5, 2.0, 1.2), (1.0, 1.2, 1.0))
+
+    def gradients(dtype, **distances):
+        def rows(values):
+            for way in r.ACCUMULATED:
+                for seed, value in zip(SEEDS, values, strict=True):
+                    row = {"part": r.GRADIENT, "seed": seed}
+                    yield {**row, "way": f"{way}{distances['mine']}", "dtype": dtype, "distance": value}
+                    yield {**row, "way": f"{way}{distances['other']}", "dtype": "fp32", "distance": distances["limit"]}
+
+        return rows
+
+    ghost = gradients("fp32", mine=", ghost batch norm", other=", other order", limit=1e-6)
+    yield ghost, ((1e-7, 1e-6, 9e-6), (1e-3, 1e-4, 1e-3), (1e-7, 1e-3, 1e-7))
+    for dtype in ("bf16", "fp16"):
+        rounded = gradients(dtype, mine="", other=", one batch", limit=0.5)
+        yield rounded, ((0.1, 0.2, 0.1), (0.6, 0.7, 0.6), (0.1, 0.6, 0.1))
+
+
 PLANTED = (
     accuracy, time_memory, recompute, accumulation, quantization, int8_images, multiples_of_8, foreach_fused,
-    state_codes,
+    state_codes, finetuning, residual,
 )  # fmt: skip
 
 
@@ -633,13 +795,133 @@ def test_pairs_of_docstrings_are_disjoint(encoder):
     assert len(set(texts)) == len(texts)
 
 
-def test_an_encoder_that_is_not_installed_is_a_row_that_says_so(tmp_path, monkeypatch):
-    quantization = of("quantization")
-    monkeypatch.setattr(quantization, "PACKAGE", "there_is_no_such_package")
-    rows = harness.read(harness.carry_out(quantization.EXPERIMENT, QUICK, tmp_path, is_fresh=True))
+@pytest.mark.parametrize("name", ["quantization", "finetuning", "residual"])
+def test_what_is_not_installed_is_a_row_that_says_so(name, tmp_path, monkeypatch):
+    experiment = of(name)
+    monkeypatch.setattr(experiment, "PACKAGE", "there_is_no_such_package")
+    rows = harness.read(harness.carry_out(experiment.EXPERIMENT, QUICK, tmp_path, is_fresh=True))
     assert len(rows) == 1 and "there_is_no_such_package" in rows[0]["note"]
-    assert {claim.judge(rows).word for claim in quantization.CLAIMS} == {UNDECIDED}
-    assert any("not installed" in note for table in quantization.tables(rows) for note in table.not_run)
+    assert {claim.judge(rows).word for claim in experiment.CLAIMS} == {UNDECIDED}
+    assert any("not installed" in note for table in experiment.tables(rows) for note in table.not_run)
+
+
+# ---------------------------------------------------------------------------------------------------------- fine-tuning
+def test_no_text_says_its_package():
+    topics = of("topics")
+    assert topics.masked("An HTTPServer of asyncio_x, not TarFile: a log.") == "An of , not : a log."
+    training, test = topics.texts()
+    assert min(len(training), len(test)) > 1000
+    every = [*training.texts, *test.texts]
+    assert len(set(every)) == len(every)
+    assert not [text for text in every for name in topics.PACKAGES if name in text.lower()]
+    for half in (training, test):
+        counts = [half.labels.count(label) for label in range(len(topics.PACKAGES))]
+        assert min(counts) >= 20 and max(counts) <= topics.MOST // 2
+
+
+def test_bytes_of_an_optimizer_are_those_of_its_first_step():
+    memory = of("memory")
+    for state_dtype, low, high in ((torch.float32, 10.0, 10.01), (torch.int8, 4.0, 4.2)):
+        weight = torch.nn.Parameter(torch.zeros(512, 512, dtype=torch.bfloat16))
+        weight.grad = torch.ones_like(weight)
+        found = memory.of_first_step(FusedAdamW([weight], state_dtype=state_dtype).step, torch.device("cpu"))
+        assert low <= found.held / weight.numel() <= found.peak / weight.numel() <= high
+
+
+@pytest.mark.slow
+def test_finetuning_at_its_quick_size(encoder, tmp_path):
+    f = of("finetuning")
+    rows = harness.read(harness.carry_out(f.EXPERIMENT, QUICK, tmp_path, is_fresh=True))
+    assert harness.read(harness.carry_out(f.EXPERIMENT, QUICK, tmp_path, is_fresh=False)) == rows
+    for part, column in ((f.TRAINED, "accuracy"), (f.TIME, "time"), (f.BYTES, "peak")):
+        mine = [row for row in rows if row["part"] == part]
+        assert {way.name for way in (*f.WAYS, *f.PEERS)} <= {row["way"] for row in mine}
+        assert all(row[column] or row["note"] for row in mine)
+    assert f.is_half(rows).word == HOLDS
+    assert all(len(row) == len(table.columns) for table in f.tables(rows) for row in table.rows)
+
+
+# --------------------------------------------------------------------------------------------------- a residual network
+def test_the_residual_network_is_that_of_the_paper():
+    """Section 4.2 of He et al.: 20 layers, 0.27 million weights, three sizes, projections where the size changes."""
+    r = of("resnet")
+    model = r.ResNet(16)
+    layers = [m for m in model.modules() if isinstance(m, torch.nn.Conv2d | torch.nn.Linear)]
+    projections = [m for m in layers if getattr(m, "kernel_size", 0) == (1, 1)]
+    assert len(layers) - len(projections) == 20 and len(projections) == 2 and len(r.norms(model)) == 21
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(0.27e6, rel=0.02)
+    x = torch.randn(2, 16, 32, 32)
+    shapes = []
+    for block in model.blocks:
+        x = block(x)
+        shapes.append(tuple(x.shape[1:]))
+    assert shapes == [(16, 32, 32)] * 3 + [(32, 16, 16)] * 3 + [(64, 8, 8)] * 3
+    assert model(torch.randn(2, 1, 28, 28)).shape == (2, 10)
+
+
+def test_ghost_batch_norm_is_that_of_each_part():
+    r = of("resnet")
+    torch.manual_seed(0)
+    model, x = r.ResNet(4, blocks=1), torch.randn(6, 1, 8, 8)
+    expected = torch.cat([model(part) for part in x.chunk(3)])
+    assert not torch.allclose(model(x), expected, atol=1e-2)
+    torch.testing.assert_close(r.with_ghosts(model, 3)(x), expected)
+
+
+def test_images_of_the_halves_are_different():
+    r = of("resnet")
+    pytest.importorskip(r.PACKAGE)
+    split = r.Split(seed=1, count=5000, shrink=2, device=torch.device("cpu"))
+    (x, y), (tested, labels) = split.train, split.test
+    assert x.shape == tested.shape == (2500, 1, 14, 14) and y.bincount().tolist() != labels.bincount().tolist()
+    assert (y.bincount() + labels.bincount()).tolist() == [500] * 10
+    assert not {image.numpy().tobytes() for image in x} & {image.numpy().tobytes() for image in tested}
+    assert abs(float(x.mean())) < 0.1
+    again = r.Split(seed=1, count=100, shrink=1, device=torch.device("cpu"))
+    assert again.train[0].shape == (50, 1, 28, 28)
+    torch.testing.assert_close(torch.nn.functional.avg_pool2d(again.train[0], 2), x[:50])
+
+
+@pytest.mark.slow
+def test_residual_at_its_quick_size(tmp_path):
+    r = of("residual")
+    pytest.importorskip(r.PACKAGE)
+    rows = harness.read(harness.carry_out(r.EXPERIMENT, QUICK, tmp_path, is_fresh=True))
+    assert harness.read(harness.carry_out(r.EXPERIMENT, QUICK, tmp_path, is_fresh=False)) == rows
+    found = {row["way"]: row for row in rows if row["part"] == r.TRAINED}
+    assert all(found[way.name]["accuracy"] for way in r.WAYS)
+    assert all(row["accuracy"] or row["note"] for row in found.values()) and len(found) == len(r.WAYS) + 3
+    distance = {(row["way"], row["dtype"]): float(row["distance"]) for row in rows if row["part"] == r.GRADIENT}
+    for way in r.ACCUMULATED:
+        assert distance[f"{way}, ghost batch norm", "fp32"] < 1e-5 < distance[way, "fp16"] < distance[way, "bf16"]
+        assert distance[f"{way}, one batch", "fp32"] > 0.1
+    assert all(len(row) == len(table.columns) for table in r.tables(rows) for row in table.rows)
+
+
+# -------------------------------------------------------------------------------------------------------- recomputation
+def test_blocks_that_are_written_out_compute_the_same():
+    r = of("recompute")
+    torch.manual_seed(0)
+    block, x = r.Transformer(r.Size(1, 64, 16, 0)).blocks[0], torch.randn(2, 16, 64)
+    gradients = []
+    for each in (block, r.Written(block, recomputes=False), r.Written(block, recomputes=True)):
+        block.zero_grad()
+        each(x).square().mean().backward()
+        gradients.append([p.grad for p in block.parameters()])
+    for recomputed, kept, fused in zip(*gradients[::-1], strict=True):
+        torch.testing.assert_close(kept, fused)
+        assert torch.equal(recomputed, kept)
+
+
+def test_recomputed_dropout_and_batch_norm():
+    """The three seeds of the claims, with one epoch of training."""
+    r = of("recompute")
+    cpu = torch.device("cpu")
+    rows = [row for seed in SEEDS for row in (*r.with_dropout(seed, cpu), *r.with_batch_norm(seed, 1, cpu))]
+    rows = as_read(r.EXPERIMENT, rows)
+    told = [claim.statement for claim in r.CLAIMS if claim.judge(rows).word == HOLDS]
+    assert len(told) >= 5 and sum("dropout" in statement for statement in told) == 2
+    assert r.updates_twice(rows).word == r.is_undone(rows).word == HOLDS
 
 
 @pytest.mark.slow
