@@ -106,6 +106,19 @@ struct GradientPass {
   Record* record;
 };
 
+// The columns of ExponentPass::counts: one for each biased exponent of fp32, and one for zeros.
+constexpr int kExponents = 256, kExponentColumns = kExponents + 1;
+
+// Counts of exponents. amp_kernels/reference/exponents.py specifies the results of each tensor.
+struct ExponentPass {
+  Table table;       // its chunks are in the order of the tensors, and the chunks of each tensor are in order
+  double* partials;  // a sum of squares for each chunk
+  int64_t* counts;   // [tensors, kExponentColumns], increased
+  float* largest;    // [tensors], which become larger or stay
+  double* squares;   // [tensors], increased
+  Record* record;    // only its ticket is used
+};
+
 // An update kernel is compiled for a formula and for one of these forms. One launch updates the tensors of one form.
 struct Form {
   Dtype param_dtype;
@@ -127,6 +140,13 @@ struct Update {
   const float* grad_norm;
   float max_norm;
   Form form;
+};
+
+// The arguments of the pass that counts the updates which 16-bit weights would lose without a master (formulas/lost.h).
+// They are those of the update that follows. The pass writes nothing but the counts.
+struct UpdateCount : Update {
+  // [tensors, 2]: the masters that the update changes, and those of them whose change would be lost. Counts are added.
+  int64_t* counts;
 };
 
 // If `chunk` is the first chunk of its tensor, and the tensor has a gradient, counts an update of the tensor.

@@ -1,4 +1,4 @@
-"""The operator that counts the exponents of tensors, for `amp_kernels.PrecisionReport`."""
+"""The operator that counts the exponents of tensors, for `amp_kernels.PrecisionReport` and the scaler."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _check(tensors: list[Tensor], counts: Tensor, largest: Tensor, squares: Tens
             )
 
 
-# Only `amp_kernels.PrecisionReport` calls this operator.
+# Only `amp_kernels.PrecisionReport` and `amp_kernels.GradScaler` (_zero_gradients.py) call this operator.
 count_exponents_ = operator(
     "count_exponents_(Tensor[] tensors, Tensor(a!) counts, Tensor(b!) largest, Tensor(c!) squares) -> ()",
     check=_check,

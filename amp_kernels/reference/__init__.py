@@ -6,7 +6,7 @@ arguments and the result of the function in `amp_kernels` that has the same name
 - The int8 functions take and return plain tensors, with scales and zero points as separate tensors.
 - `amp_kernels` has no `int8_linear` and no `straight_through_int8`. Only weight-only `nn.Int8Linear` layers call the
   operator `int8_linear`. `straight_through_int8` is the gradient of `fake_quantize_int8`.
-- `amp_kernels` has no `count_exponents_`. Only `PrecisionReport` calls this operator.
+- `amp_kernels` has no `count_exponents_`. Only `PrecisionReport` and `GradScaler` call this operator.
 - `matmul` is a module. Its functions specify the operators for 16-bit products.
 
 Some functions that the package offers have no counterpart here, because they call operators that have one:

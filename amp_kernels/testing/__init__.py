@@ -14,7 +14,7 @@ for case in testing.CASES["sgd_"]:
 ```
 """
 
-from . import int8, matmul, unscale, updates
+from . import exponents, int8, matmul, unscale, updates
 from .common import (
     DTYPES,
     LAYOUTS,
@@ -32,7 +32,13 @@ from .common import (
 )
 from .updates import UpdateInputs, torch_step
 
-CASES: dict[str, tuple[Case, ...]] = {**unscale.CASES, **updates.CASES, **int8.CASES, **matmul.CASES}
+CASES: dict[str, tuple[Case, ...]] = {
+    **unscale.CASES,
+    **exponents.CASES,
+    **updates.CASES,
+    **int8.CASES,
+    **matmul.CASES,
+}
 """The cases of each operator, by the operator's name."""
 
 __all__ = [

@@ -38,7 +38,7 @@ from .common import (
 )
 
 
-def _gradient_inputs() -> Iterator[tuple[str, str, Make, str]]:
+def gradient_inputs() -> Iterator[tuple[str, str, Make, str]]:
     """Yield (dtype, name, function that makes the tensors, layout) for the operators that read lists of gradients."""
     for name, dtype in DTYPES.items():
         yield name, "sizes", partial(of_sizes, dtype), "contiguous"
@@ -50,7 +50,8 @@ def _gradient_inputs() -> Iterator[tuple[str, str, Make, str]]:
     yield "mixed", "sizes", mixed, "contiguous"
 
 
-def _non_finite_inputs() -> Iterator[tuple[str, str, Make]]:
+def non_finite_inputs() -> Iterator[tuple[str, str, Make]]:
+    """Yield (dtype, name, function that makes the tensors) for lists with one element that is NaN or inf."""
     for name, dtype in DTYPES.items():
         for value in (math.nan, math.inf, -math.inf):
             for position in ("first", "middle", "last"):
@@ -106,9 +107,9 @@ def _gradient_cases(op: str, body: Callable[..., Iterator[Result]], usual: float
         expected = found if expected is None else expected
         return Case(op, dtype, name, partial(body, make, layout, inv_scale, found, expected))
 
-    for dtype, name, make, layout in _gradient_inputs():
+    for dtype, name, make, layout in gradient_inputs():
         yield case(dtype, name, make, layout)
-    for dtype, name, make in _non_finite_inputs():
+    for dtype, name, make in non_finite_inputs():
         yield case(dtype, name, make, expected=1.0)
     for dtype, torch_dtype in DTYPES.items():
         make = partial(of_sizes, torch_dtype, (9, 1025))

@@ -56,7 +56,7 @@ LIMITS = {
     "first": {
         "build": 80, "python_build": 20, "import": 10, "operators": 12, "captured": 15, "send": 12,
         "smoke": 24, "smoke_blocking": 30, "ceilings": 10,
-        **of_families("", 20, matmul=40, int8=38, sgd=32, adam=40, rmsprop=30, unscale=32, ema=22, lean=0,
+        **of_families("", 20, matmul=40, int8=38, sgd=32, adam=40, rmsprop=30, unscale=32, ema=22, exponents=0, lean=0,
                       int8_conv2d=0),
         "routes": 15, "ncu": 28, "memcheck": 26, "racecheck": 36,
     },

@@ -1,7 +1,9 @@
-// Runs the gradient pass and the update over all chunks of a table, on the threads of torch's pool.
+// Runs the gradient pass, the counts of exponents and the update over all chunks of a table, on the threads of torch's
+// pool.
 #pragma once
 
 #include "../formulas/families.h"
+#include "exponents.h"
 #include "parallel.h"
 #include "unscale.h"
 #include "update.h"
@@ -15,18 +17,32 @@ inline int64_t elements(const Table& table) {
   return sum;
 }
 
-// Calls f(c) for every chunk c. If there are fewer than 65536 elements, one thread takes all chunks, however many there
-// are, because waking a second thread would cost more than it saves.
+// Returns how many threads take the chunks of a table. If there are fewer than 65536 elements, one thread takes all
+// chunks, however many there are, because waking a second thread would cost more than it saves.
+inline int64_t threads_for(const Table& table, int64_t elements) {
+  const int64_t threads = elements < 65536 ? 1 : torch::stable::get_num_threads();
+  return std::min(threads, table.chunk_count);
+}
+
+// Calls f(c) for every chunk c.
 template <class F>
 void for_each_chunk(const Table& table, int64_t elements, const F& f) {
-  const int64_t threads = elements < 65536 ? 1 : torch::stable::get_num_threads();
-  for_each(table.chunk_count, std::min(threads, table.chunk_count), f);
+  for_each(table.chunk_count, threads_for(table, elements), f);
 }
 
 inline void run_pass(const GradientPass& pass) {
   const float factor = unscale_factor(pass);
   for_each_chunk(pass.table, elements(pass.table), [&](int64_t c) { unscale_chunk(pass, factor, c); });
   finish_pass(pass, factor);
+}
+
+inline void run_exponents(const ExponentPass& pass) {
+  const int64_t threads = threads_for(pass.table, elements(pass.table));
+  std::vector<ExponentRow> rows(threads);
+  share(pass.table.chunk_count, threads,
+        [&](int64_t c, int64_t worker) { count_exponents_of_chunk(pass, c, rows[worker]); });
+  for (const ExponentRow& row : rows) row.add_to(pass);
+  add_squares(pass);
 }
 
 template <class Formula>

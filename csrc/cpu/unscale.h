@@ -24,17 +24,19 @@ constexpr int64_t kStride = kSums * kLanes;
 constexpr int64_t kUnscaleBlock = 1024;
 
 // Returns the sum of squares of n elements. n must be a multiple of kStride. Sum is Lanes (fp32), or Wide (fp64) where
-// fp32 is not enough. For every eight elements, calls each(i, v), where v are the elements x[i] to x[i + 7] as fp32.
-template <class Sum, class G, class Each>
-double sum_of_squares(const G* x, int64_t n, const Each& each) {
+// fp32 is not enough. load(x + i, k) returns the k-th eight of kStride elements from x[i] on, as fp32, in any order
+// that it likes. For every eight elements, calls each(i, k, v), where v are the elements that were loaded. i is a
+// multiple of kStride, and k is a constant to the compiler.
+template <class Sum, class G, class Load, class Each>
+[[gnu::always_inline]] inline double inlined_sum_of_squares(const G* x, int64_t n, const Load& load, const Each& each) {
   Sum sums[kSums] = {};
   for (int64_t i = 0; i < n; i += kStride) {
 #pragma GCC unroll 4
     for (int k = 0; k < kSums; ++k) {
-      const Lanes v = load_lanes(x + i + k * kLanes);
+      const Lanes v = load(x + i, k);
       const Sum wide = __builtin_convertvector(v, Sum);
       sums[k] += wide * wide;
-      each(i + k * kLanes, v);
+      each(i, k, v);
     }
   }
   Wide all = {};
@@ -42,6 +44,15 @@ double sum_of_squares(const G* x, int64_t n, const Each& each) {
   double sum = 0.0;
   for (int l = 0; l < kLanes; ++l) sum += all[l];
   return sum;
+}
+
+// As above, in the order of memory. For every eight elements, calls each(i, v), where v are the elements x[i] to
+// x[i + 7] as fp32.
+template <class Sum, class G, class Each>
+double sum_of_squares(const G* x, int64_t n, const Each& each) {
+  return inlined_sum_of_squares<Sum>(
+      x, n, [](const G* from, int k) __attribute__((always_inline)) { return load_lanes(from + k * kLanes); },
+      [&](int64_t i, int k, const Lanes& v) __attribute__((always_inline)) { each(i + k * kLanes, v); });
 }
 
 // Returns the sum of squares of a block, in fp64. This function is not inlined. If it were, the fast sum would have to

@@ -17,14 +17,17 @@ using Stream = ::CUstream_st*;  // cudaStream_t
 namespace cuda {
 
 void launch_unscale(const GradientPass& pass, Stream stream);
+void launch_exponents(const ExponentPass& pass, Stream stream);
 void launch_update(std::string_view family, const Update& update, Stream stream);
-// load_unscale, load_update and load_send load kernels, and loading fails during a graph capture. load_unscale and
-// load_update return how many blocks of the kernel run at a time on the device.
+// These functions load kernels, and loading fails during a graph capture. All but load_send return how many blocks of
+// the kernel run at a time on the device.
 int64_t load_unscale();
+int64_t load_exponents();
 int64_t load_update(std::string_view family, const Form& form);
 // load_update and launch_update call these two for states of 8 and 16 bits.
 int64_t load_update_lean(std::string_view family, const Form& form);
 void launch_update_lean(std::string_view family, const Update& update, Stream stream);
+void launch_count_updates(std::string_view family, const UpdateCount& count, Stream stream);
 void load_send();
 void launch_send(const int64_t* host, int64_t* to, int64_t n, Stream stream);
 std::string why_no_kernel();  // why the binary has no kernel for the current device; "" if it has one

@@ -285,6 +285,20 @@ __device__ __forceinline__ char* shared_memory() {
 __device__ __forceinline__ void barrier() { __syncthreads(); }
 __device__ __forceinline__ void device_fence() { __threadfence(); }
 __device__ __forceinline__ unsigned ticket(unsigned* counter) { return atomicAdd(counter, 1u); }
+
+// Adds to an integer in device memory, to which other threads may add at the same time. The sum does not depend on the
+// order of the additions.
+__device__ __forceinline__ void add_atomically(int64_t* sum, int64_t value) {
+  using Unsigned = unsigned long long;  // CUDA has no signed addition of 64 bits
+  atomicAdd(reinterpret_cast<Unsigned*>(sum), static_cast<Unsigned>(value));
+}
+
+// Adds to an integer in shared or device memory.
+__device__ __forceinline__ void add_atomically(uint32_t* sum, uint32_t value) { atomicAdd(sum, value); }
+
+// Raises an integer in device memory to `value` if it is smaller.
+__device__ __forceinline__ void raise_atomically(int32_t* maximum, int32_t value) { atomicMax(maximum, value); }
+
 __device__ __forceinline__ bool block_any(bool value) { return __syncthreads_or(value) != 0; }
 
 __device__ __forceinline__ bool warp_all(bool value) { return __all_sync(0xffffffffu, value) != 0; }

@@ -8,11 +8,12 @@
 //                          for `spare` more. The address is valid as long as this object and `words` exist.
 //                          fill(address) is called before the words are sent. It may store the address of one word in
 //                          another word
-//   run(pass)              runs the gradient pass
+//   run(pass)              runs the gradient pass, or counts exponents
 //   run(family, update)    runs the update of the tensors of one Form (../table.h)
-//   load_send(), load_pass(), load_update(family, form)
-//                          load the kernels that send(), run(pass) and run(family, update) launch. load_pass and
-//                          load_update return how many thread blocks of the kernel run at a time, or 0 on a CPU
+//   run(family, count)     counts the updates that the tensors of one Form would lose (../formulas/lost.h)
+//   load_send(), load_pass(), load_exponents(), load_update(family, form)
+//                          load the kernels that send(), run(pass) and run(family, update) launch. All but load_send
+//                          return how many thread blocks of the kernel run at a time, or 0 on a CPU
 //   run(args)              runs the int8 kernel whose arguments are the struct `args` (csrc/int8.h)
 //   kReadsChunks           whether int8 products read operands in chunks of 16 bytes (csrc/int8.h)
 //   kernel<Name, f>        the function to register for an operator whose kernel is f (AMP_KERNELS_IMPL)
@@ -30,6 +31,7 @@
 
 #include "../cpu/int8.h"
 #include "../cpu/run.h"
+#include "../cpu/update_lost.h"
 #include "arguments.h"
 #ifdef USE_CUDA
 #include "on_gpu.h"
@@ -55,13 +57,16 @@ class Cpu {
 
   void load_send() const {}
   int64_t load_pass() const { return 0; }
+  int64_t load_exponents() const { return 0; }
   int64_t load_update(std::string_view, const Form&) const { return 0; }
 
   void run(const GradientPass& pass) { cpu::run_pass(pass); }
+  void run(const ExponentPass& pass) { cpu::run_exponents(pass); }
 
   void run(std::string_view family, const Update& update) {
     Families::with(family, [&](auto formula) { cpu::run_update<typename decltype(formula)::type>(update); });
   }
+  void run(std::string_view family, const UpdateCount& count) { cpu::count_updates(family, count); }
 
   void run(const Quantize& args) { cpu::quantize(args); }
   void run(const Dequantize& args) { cpu::dequantize(args); }
@@ -93,11 +98,14 @@ class Cuda : public cuda::Dispatch {
 
   void load_send() const { cuda::load_send(); }
   int64_t load_pass() const { return cuda::load_unscale(); }
+  int64_t load_exponents() const { return cuda::load_exponents(); }
   int64_t load_update(std::string_view family, const Form& form) const { return cuda::load_update(family, form); }
   bool multiplies_codes_by(Dtype dtype) const { return cuda::multiplies_codes_by(dtype); }
 
   void run(const GradientPass& pass) { cuda::launch_unscale(pass, stream_); }
+  void run(const ExponentPass& pass) { cuda::launch_exponents(pass, stream_); }
   void run(std::string_view family, const Update& update) { cuda::launch_update(family, update, stream_); }
+  void run(std::string_view family, const UpdateCount& count) { cuda::launch_count_updates(family, count, stream_); }
 
   template <class Result, class... Arguments>
   static Result call(const cuda::OperatorName& name, const Arguments&... arguments) {

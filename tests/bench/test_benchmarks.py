@@ -19,6 +19,7 @@ from amp_kernels import bench
 PACKAGE = "amp_kernels.benchmarks"
 PEERS = {
     "unscale": "torch._amp_foreach_non_finite_check_and_unscale_",
+    "exponents": "plain torch",
     "sgd": "masters by hand, torch fused SGD",
     "rmsprop": "masters by hand, torch foreach RMSprop",
     "adam": "masters by hand, torch fused AdamW",

@@ -1,4 +1,4 @@
-"""How long the products wait for the banks of shared memory, by the emulator's count (cuda_on_cpu/banks.h).
+"""How long kernels wait for the banks of shared memory, by the emulator's count (cuda_on_cpu/banks.h).
 
 A wrong swizzle or padding changes no result. The main loop and the epilogue of a kernel use different instructions, so
 the table tells them apart:
@@ -19,10 +19,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
+import torch
 from cuda_on_cpu import backend
 from cuda_on_cpu.banks import counted
 from cuda_on_cpu.build import missing_headers
 from products import int8_conv2d, int8_linear, int8_matmul, matmul
+
+from amp_kernels import testing
 
 pytestmark = pytest.mark.skipif(missing_headers() is not None, reason=str(missing_headers()))
 
@@ -109,3 +112,13 @@ def test_cycles_of_products(name: str) -> None:
     slow = {what: cycles.degree for what, cycles in counts.items() if cycles.degree > product.most.get(what, 1.0)}
     assert slow == {}
     assert set(product.most) <= set(counts)
+
+
+def test_counts_of_exponents() -> None:
+    """No lane waits for another, even if all elements have one exponent."""
+    tensors = [torch.ones(9_001), torch.zeros(5_000, dtype=torch.float16), torch.ones(5_000, dtype=torch.bfloat16)]
+    with counted(backend.library()) as counts, backend.serving():
+        torch.ops.amp_kernels.count_exponents_(tensors, *testing.exponents.results_for(tensors, torch.device("cpu")))
+    assert backend.launched() == {"exponents_kernel"}
+    assert counts["atomic"].phases >= sum(map(torch.numel, tensors)) / 32
+    assert {what: cycles.degree for what, cycles in counts.items() if cycles.degree > 1.0} == {}

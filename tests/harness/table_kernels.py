@@ -45,6 +45,12 @@ class Launcher:
     def update_table_(self, *arguments: Any) -> None:
         self._launch("_update_table_", arguments)
 
+    def count_updates_(self, *arguments: Any) -> None:
+        self._launch("_count_updates_", arguments)
+
+    def count_exponents_(self, *arguments: Any) -> None:
+        self._launch("_count_exponents_", arguments)
+
     def _launch(self, name: str, arguments: tuple[Any, ...]) -> None:
         if self.order is None:
             from amp_kernels.backends import kernels

@@ -22,8 +22,10 @@ UPDATES = [f"update/test_{name}.py" for name in ("averages", "remainder", *FAMIL
 FILES = (
     *FOR_TRITON_ALONE,
     "unscale/test_unscale_table.py",
+    "exponents/test_exponents.py",
     "update/test_update_table.py",
     "update/test_lean_states.py",
+    "update/test_lost.py",
     *(pytest.param(file, marks=pytest.mark.nightly) for file in UPDATES if (TESTS / file).exists()),
 )
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from served import served_by
 from torch import Tensor
 from torch.utils import _python_dispatch
 
@@ -73,6 +74,9 @@ def op_samples() -> Iterator[Any]:
     yield pytest.param("unscale_", (grads(), one(0.5), one(0.0)), {}, id="unscale_")
     yield pytest.param("grad_norm", (grads(), None, one(0.0)), {}, id="grad_norm")
     yield pytest.param("grad_norm", (grads(), one(0.5), one(0.0)), {}, id="grad_norm-checked")
+    tensors = grads()
+    results = testing.exponents.results_for(tensors, torch.device("cpu"))
+    yield pytest.param("count_exponents_", (tensors, *results), {}, id="count_exponents_")
     for family in FAMILIES.values():
         yield pytest.param("update_", update_arguments(family), {}, id=family.name)
         yield pytest.param("update_", update_arguments(family, is_scaled=True), {}, id=f"{family.name}-scaled")
@@ -102,11 +106,17 @@ class Checked:
 # Table ops write through addresses that no schema can show, so they are never traced and have no fake: only
 # what the schema says of their arguments is checked. `_send_` has no CPU kernel.
 @pytest.mark.skipif(backends.backend_reasons("cpu")["cpu"] is not None, reason="there are no C++ kernels here")
-@pytest.mark.parametrize("op", ["_unscale_table_", "_update_table_"])
+@pytest.mark.parametrize("op", ["_unscale_table_", "_update_table_", "_count_updates_"])
 def test_table_ops_write_only_what_their_schema_says(op: str) -> None:
     checked: Any = Checked()
     if op == "_unscale_table_":
         gradient_pass(checked, [testing.randn(5)], one(0.5), one(0.0), write=True)
+    elif op == "_count_updates_":
+        parameter = torch.nn.Parameter(testing.randn(5, dtype=F16))
+        parameter.grad = testing.randn(5, dtype=F16)
+        with served_by(checked):
+            (plan,) = amp_kernels.optim.FusedSGD([parameter], lr=0.1)._prepare()
+            plan.count_updates(None, one(0.0), None, 0.0)
     else:
         for family in FAMILIES.values():
             update(checked, *update_arguments(family))
@@ -429,6 +439,12 @@ def compiled_norm(grads: list[Tensor], factor: Tensor, flag: Tensor) -> Tensor:
     return amp_kernels.grad_norm([g * 2 for g in grads], inv_scale=factor, found_inf=flag) + flag
 
 
+def compiled_count(tensors: list[Tensor]) -> Tensor:
+    results = testing.exponents.results_for(tensors, torch.device("cpu"))
+    OPS.count_exponents_([t * 2 for t in tensors], *results)
+    return torch.cat([x.flatten().double() for x in results]) * 2
+
+
 def compiled_clip(params: list[Tensor]) -> Tensor:
     return amp_kernels.clip_grad_norm_(params, 0.5) * 2
 
@@ -458,6 +474,7 @@ COMPILED: dict[str, tuple[Callable[..., Tensor], Callable[[], tuple[Any, ...]]]]
     "unscale_": (compiled_unscale, lambda: (gradients(), one(0.5), one(0.0))),
     "unscale_-overflow": (compiled_unscale, lambda: ([*gradients(), f(3) * torch.inf], one(0.5), one(0.0))),
     "grad_norm": (compiled_norm, lambda: ([*gradients(), f(3) * torch.inf], one(0.5), one(0.0))),
+    "count_exponents_": (compiled_count, lambda: ([*gradients(), f(3) * torch.inf],)),
     "clip_grad_norm_": (compiled_clip, lambda: (with_grads(),)),
     **{f"{name}_": (compiled_update(update), partial(lists, f"{name}_")) for name, update in UPDATES.items()},
 }

@@ -15,7 +15,16 @@ from typing import Any
 import pytest
 import torch
 import triton
-from amp_kernels.triton_kernels import copy_pad, int8_conv2d, int8_matmul, int8_quantize, int8_tiles, matmul, update
+from amp_kernels.triton_kernels import (
+    copy_pad,
+    exponents,
+    int8_conv2d,
+    int8_matmul,
+    int8_quantize,
+    int8_tiles,
+    matmul,
+    update,
+)
 from amp_kernels.triton_kernels.common import INT8 as CODES_OF_STATES
 from amp_kernels.triton_kernels.common import INT16
 from amp_kernels.triton_kernels.int8_dequantize import _dequantize_kernel, _straight_through_kernel
@@ -39,6 +48,9 @@ POINTERS = {
     "ticket_ptr": "*i64",
     "hyper_ptr": "*fp32",
     "lr_ptr": "*i64",
+    "counts_ptr": "*i64",
+    "largest_ptr": "*fp32",
+    "squares_ptr": "*fp64",
 }
 
 UPDATE = {"num_warps": update._WARPS, "maxnreg": update._REGISTERS}
@@ -121,12 +133,12 @@ class Compiled:
         assert usage is not None
         return [int(n) for n in usage.groups()]
 
-    def check(self) -> None:
+    def check(self, most_registers: int = 96) -> None:
         registers, stack, local = self.registers_stack_local()
         if self.arch > 75:  # Triton 3.6 spills 8 bytes of one variant there
             assert (stack, local) == (0, 0)
-        # Five blocks of 128 threads fit on a multiprocessor.
-        assert registers <= 96
+        # With 96, five blocks of 128 threads fit on a multiprocessor.
+        assert registers <= most_registers
         assert not re.search(r"\.ftz|\bdiv\.(full|approx)|\bsqrt\.approx", self.ptx)
         # The widest accesses of the PTX are those of the machine code: ptxas has not split them.
         for operation, access in (("ld", "LDG"), ("st", "STG")):
@@ -190,6 +202,21 @@ def test_update_of_lean_states(family: str, state_dtype: str, tmp_path: Path) ->
         assert len(re.findall(r"\bst\.global[\w.:]*\.b32", compiled.ptx)) >= of_states
 
 
+@pytest.mark.parametrize(("family", "state_dtype"), [("sgd", "int8"), ("rmsprop", "fp32"), ("adam", "bf16")])
+def test_counts_of_lost_updates(family: str, state_dtype: str, tmp_path: Path) -> None:
+    """A thread loads two packs of everything that the update loads, and stores nothing."""
+    states = 1 if family == "sgd" else 3  # momentum_buffer, square_avg and momentum_buffer, or exp_avg and exp_avg_sq
+    code = CODES["fp32"] if state_dtype == "fp32" else LEAN[state_dtype]
+    constants = update._options(family, CODES["bf16"], True, CODES["bf16"], states, code)
+    options = {name: constants.pop(name) for name in UPDATE}
+    compiled = Compiled(update._count_kernel, 90, options, tmp_path, **constants)
+    assert compiled.registers_stack_local()[1:] == [0, 0]
+    assert ".ftz" not in compiled.ptx and not re.search(r"\bst\.global", compiled.ptx)
+    of_states = 2 * states.bit_count()
+    assert compiled.count("ld.v2.b32") == 6 + (of_states if state_dtype == "bf16" else 0)
+    assert compiled.count("ld.v4.b32") == (of_states if state_dtype == "fp32" else 0)
+
+
 INT8_KERNELS = [
     int8_quantize._extremes_kernel,
     int8_quantize._quantize_kernel,
@@ -211,7 +238,14 @@ MATMUL_KERNELS = [
 
 @pytest.mark.parametrize(
     "kernel",
-    [_unscale_kernel, update._update_kernel, *INT8_KERNELS, *MATMUL_KERNELS],
+    [
+        _unscale_kernel,
+        exponents._exponents_kernel,
+        update._update_kernel,
+        update._count_kernel,
+        *INT8_KERNELS,
+        *MATMUL_KERNELS,
+    ],
     ids=lambda k: f"{k.__module__}.{k.__name__}",
 )
 def test_values_and_alignment_make_no_variants(kernel: Any) -> None:
@@ -230,6 +264,14 @@ def test_unscale(arch: int, write: bool, tmp_path: Path) -> None:
     # 64 bytes a thread, once for each of three dtypes.
     assert compiled.count("ld.v4.b32") == 4 * 3
     assert compiled.count("st.v4.b32") == 4 * 3 * write
+
+
+@pytest.mark.parametrize("arch", by_arch((arch,) for arch in (90, *ARCHITECTURES)))
+def test_exponents(arch: int, tmp_path: Path) -> None:
+    compiled = Compiled(exponents._exponents_kernel, arch, exponents._OPTIONS, tmp_path)
+    compiled.check(most_registers=128)  # four programs of 128 threads fit on a multiprocessor
+    assert compiled.count("ld.v4.b32") == 4 * 3
+    assert compiled.shared <= 16 << 10
 
 
 # ----------------------------------------------------------------------------------------------------------- int8

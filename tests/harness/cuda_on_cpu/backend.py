@@ -28,6 +28,7 @@ _POINTER, _INT64, _INT, _BOOL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, c
 _TABLE = (_POINTER, _INT64, _POINTER, _INT64, _INT64)
 _SIGNATURES = {
     "unscale_table": (*_TABLE, _POINTER, _BOOL, _BOOL, _BOOL, _POINTER, _POINTER, _POINTER, _POINTER),
+    "count_exponents": (*_TABLE, *[_POINTER] * 5),
     "send": (_POINTER, _POINTER, _INT64),
     "update_table": (
         ctypes.c_char_p,
@@ -38,6 +39,7 @@ _SIGNATURES = {
         *[_INT] * 3,
         *[_POINTER] * 3,
         ctypes.c_float,
+        _POINTER,
     ),
     **dict.fromkeys(
         (
@@ -115,7 +117,7 @@ def library() -> ctypes.CDLL:
         function.restype = ctypes.c_char_p
     lib.set_capturing.argtypes = (_BOOL,)
     lib.reads_of.restype = ctypes.c_size_t
-    lib.load_unscale.restype = lib.load_update.restype = _INT64
+    lib.load_unscale.restype = lib.load_exponents.restype = lib.load_update.restype = _INT64
     lib.chunk_size_of.restype, lib.chunk_size_of.argtypes = _INT64, (_INT64,) * 3
     lib.load_update.argtypes = (ctypes.c_char_p, _INT, _BOOL, _INT, _INT, _INT)
     return lib
@@ -258,23 +260,46 @@ def _unscale_table_(
     _call("unscale_table", *_table(table, chunks, chunk_size), _address(scale), divide, write, clear, *results)
 
 
+def _count_exponents_(
+    table: Tensor, chunks: Tensor, chunk_size: int, partials: Tensor, record: Tensor, counts: Tensor, largest: Tensor,
+    squares: Tensor,
+) -> None:  # fmt: skip
+    arrays = [x.data_ptr() for x in (partials, record, counts, largest, squares)]
+    _call("count_exponents", *_table(table, chunks, chunk_size), *arrays)
+
+
 def _send_(host: Tensor, to: Tensor) -> None:
     _call("send", host.data_ptr(), to.data_ptr(), host.numel())
 
 
-def _update_table_(
-    family: str, table: Tensor, chunks: Tensor, chunk_size: int, record: Tensor, hyper: Tensor, lr: Tensor,
+def _update_table_(family: str, table: Tensor, chunks: Tensor, chunk_size: int, record: Tensor, *rest: Any) -> None:
+    _update_or_count(family, table, chunks, chunk_size, record, *rest, counts=None)
+
+
+def _count_updates_(family: str, table: Tensor, chunks: Tensor, chunk_size: int, *rest: Any) -> None:
+    *rest, counts = rest
+    assert counts.is_contiguous()
+    _update_or_count(family, table, chunks, chunk_size, None, *rest, counts=counts)
+
+
+def _update_or_count(
+    family: str, table: Tensor, chunks: Tensor, chunk_size: int, record: Tensor | None, hyper: Tensor, lr: Tensor,
     param_dtype: int, split: bool, grad_dtype: int, states: int, state_dtype: int, grad_scale: Tensor | None,
-    found_inf: Tensor | None, grad_norm: Tensor | None, max_norm: float,
+    found_inf: Tensor | None, grad_norm: Tensor | None, max_norm: float, *, counts: Tensor | None,
 ) -> None:  # fmt: skip
-    arrays = [x.data_ptr() for x in (record, hyper, lr)]
+    arrays = [_address(x) for x in (record, hyper, lr)]
     scalars = [_address(x) for x in (grad_scale, found_inf, grad_norm)]
     form = (param_dtype, split, grad_dtype, states, state_dtype)
-    _call("update_table", family.encode(), *_table(table, chunks, chunk_size), *arrays, *form, *scalars, max_norm)
+    place = _table(table, chunks, chunk_size)
+    _call("update_table", family.encode(), *place, *arrays, *form, *scalars, max_norm, _address(counts))
 
 
 def _load_unscale(beside: Tensor) -> int:
     return int(library().load_unscale())
+
+
+def _load_exponents(beside: Tensor) -> int:
+    return int(library().load_exponents())
 
 
 def _load_update(

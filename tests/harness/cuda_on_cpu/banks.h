@@ -1,7 +1,8 @@
 // How long a warp's accesses to shared memory take. It has 32 banks of 4 bytes, and a bank gives one of its words in a
 // cycle, to any number of lanes. An instruction moves at most 128 bytes in a cycle: what lanes ask for in pieces of 8
 // or 16 bytes goes in 2 or 4 phases of half or a quarter of a warp. A phase takes a cycle for each different word of
-// the bank that has most of them.
+// the bank that has most of them. Of an atomic operation, it takes a cycle for each lane of the bank that has most of
+// them, also where they name one word.
 #pragma once
 
 #include <algorithm>
@@ -10,11 +11,12 @@
 #include <map>
 #include <set>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 namespace emulator {
 
-enum AccessKind : unsigned char { kLoad, kStore, kMatrices, kCopy, kAccessKinds };  // ldmatrix; cp.async
+enum AccessKind : unsigned char { kLoad, kStore, kMatrices, kCopy, kAtomic, kAccessKinds };  // ldmatrix; cp.async
 
 struct Access {
   const void* code;  // the instruction
@@ -82,10 +84,11 @@ class Banks {
   void count(AccessKind kind, unsigned width, const std::vector<Lane>& lanes) {
     const unsigned words = width <= 2 ? 1 : 1u << (width - 2), lanes_a_phase = 32 / words;
     for (unsigned first = 0; first < 32; first += lanes_a_phase) {
-      std::array<std::set<uint32_t>, 32> of_bank;
+      std::array<std::set<std::pair<uint32_t, unsigned>>, 32> of_bank;
       for (const Lane& lane : lanes)
         if (lane.lane >= first && lane.lane < first + lanes_a_phase)
-          for (uint32_t word = lane.offset / 4; word < lane.offset / 4 + words; ++word) of_bank[word % 32].insert(word);
+          for (uint32_t word = lane.offset / 4; word < lane.offset / 4 + words; ++word)
+            of_bank[word % 32].insert({word, kind == kAtomic ? lane.lane : 0});
       size_t most = 0;
       for (const auto& different : of_bank) most = std::max(most, different.size());
       if (most == 0) continue;

@@ -7,7 +7,7 @@ import ctypes
 from collections.abc import Iterator
 from typing import NamedTuple
 
-_KINDS = ("load", "store", "ldmatrix", "cp.async")  # enum AccessKind
+_KINDS = ("load", "store", "ldmatrix", "cp.async", "atomic")  # enum AccessKind
 _WIDTHS = (1, 2, 4, 8, 16)
 
 

@@ -140,6 +140,17 @@ __global__ void last_block(const double* in, double* out) {
   if (threadIdx.x == 0) out[gridDim.x + 1] = blockIdx.x;
 }
 
+// Each thread adds 1 to one of two words of shared memory, and reads the other one.
+template <bool kBarrier>
+__global__ void shared_counts(const double*, double* out) {
+  auto* const words = reinterpret_cast<uint32_t*>(shared_memory());
+  if (threadIdx.x < 2) words[threadIdx.x] = 0;
+  barrier();
+  add_atomically(words + threadIdx.x % 2, 1u);
+  if (kBarrier) barrier();
+  out[threadIdx.x] = words[1 - threadIdx.x % 2];
+}
+
 // ---------------------------------------------------------------------------- tensor cores and copies
 // Codes a[16, 32] and then b[8, 32].
 __global__ void codes_product(const double* in, double* out) {
@@ -207,6 +218,11 @@ __global__ void matrices_as_given(const double* in, double* out) {
 template <int kApart>
 __global__ void words_apart(const double*, double* out) {
   out[threadIdx.x] = reinterpret_cast<const uint32_t*>(shared_memory())[kApart * threadIdx.x];
+}
+
+template <int kApart>
+__global__ void atomics_apart(const double*, double*) {
+  add_atomically(reinterpret_cast<uint32_t*>(shared_memory()) + kApart * threadIdx.x, 1u);
 }
 
 __global__ void packs_side_by_side(const double*, double* out) {
@@ -305,6 +321,8 @@ const std::map<std::string, Kernel> kKernels = {
     {"last_block_without_the_first_fence", last_block<Fences::kOnlySecond>},
     {"last_block_without_the_second_fence", last_block<Fences::kOnlyFirst>},
     {"last_block_with_a_late_fence", last_block<Fences::kSecondLate>},
+    {"shared_counts", shared_counts<true>},
+    {"shared_counts_without_barrier", shared_counts<false>},
     {"neighbours_through_shared_memory", neighbours_through_shared_memory},
     {"codes_product", codes_product},
     {"halves_product", halves_product},
@@ -319,6 +337,9 @@ const std::map<std::string, Kernel> kKernels = {
     {"words_32_apart", words_apart<32>},
     {"words_33_apart", words_apart<33>},
     {"one_word", words_apart<0>},
+    {"atomics_1_apart", atomics_apart<1>},
+    {"atomics_32_apart", atomics_apart<32>},
+    {"atomics_on_one_word", atomics_apart<0>},
     {"packs", packs_side_by_side},
     {"matrix_rows_16_apart", matrix_rows_apart<16>},
     {"matrix_rows_32_apart", matrix_rows_apart<32>},

@@ -45,27 +45,40 @@ const char* unscale_table(const int64_t* table, int64_t tensors, const int32_t* 
   });
 }
 
+const char* count_exponents(const int64_t* table, int64_t tensors, const int32_t* chunks, int64_t chunk_count,
+                            int64_t chunk_size, double* partials, Record* record, int64_t* counts, float* largest,
+                            double* squares) {
+  return guarded([&] {
+    cuda::launch_exponents(
+        {{table, tensors, chunks, chunk_count, chunk_size}, partials, counts, largest, squares, record}, nullptr);
+  });
+}
+
 const char* send(const int64_t* host, int64_t* to, int64_t n) {
   return guarded([&] { cuda::launch_send(host, to, n, nullptr); });
 }
 
+// Counts lost updates if there are `counts`; else updates.
 const char* update_table(const char* family, const int64_t* table, int64_t tensors, const int32_t* chunks,
                          int64_t chunk_count, int64_t chunk_size, int32_t* ticket, const float* hyper,
                          const int64_t* lr, int param_dtype, bool split, int grad_dtype, int states, int state_dtype,
-                         const float* grad_scale, const float* found_inf, const float* grad_norm, float max_norm) {
+                         const float* grad_scale, const float* found_inf, const float* grad_norm, float max_norm,
+                         int64_t* counts) {
   return guarded([&] {
-    cuda::launch_update(family,
-                        {{table, tensors, chunks, chunk_count, chunk_size},
-                         ticket,
-                         hyper,
-                         lr,
-                         grad_scale,
-                         found_inf,
-                         grad_norm,
-                         max_norm,
-                         {static_cast<Dtype>(param_dtype), split, static_cast<Dtype>(grad_dtype), states,
-                          static_cast<Dtype>(state_dtype)}},
-                        nullptr);
+    const Update update{{table, tensors, chunks, chunk_count, chunk_size},
+                        ticket,
+                        hyper,
+                        lr,
+                        grad_scale,
+                        found_inf,
+                        grad_norm,
+                        max_norm,
+                        {static_cast<Dtype>(param_dtype), split, static_cast<Dtype>(grad_dtype), states,
+                         static_cast<Dtype>(state_dtype)}};
+    if (counts != nullptr)
+      cuda::launch_count_updates(family, {update, counts}, nullptr);
+    else
+      cuda::launch_update(family, update, nullptr);
   });
 }
 
@@ -74,6 +87,11 @@ int64_t chunk_size_of(int64_t total, int64_t tensors, int64_t blocks) { return c
 int64_t load_unscale() {
   cuda::load_send();
   return cuda::load_unscale();
+}
+
+int64_t load_exponents() {
+  cuda::load_send();
+  return cuda::load_exponents();
 }
 
 int64_t load_update(const char* family, int param_dtype, bool split, int grad_dtype, int states, int state_dtype) {

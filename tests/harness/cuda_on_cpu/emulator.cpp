@@ -254,7 +254,7 @@ static bool is_shared(const void* address, size_t bytes, AccessKind kind, const 
   const uintptr_t offset = reinterpret_cast<uintptr_t>(address) - reinterpret_cast<uintptr_t>(shared);
   if (running == nullptr || offset >= sizeof(shared)) return false;
   if (offset + bytes > shared_bytes_of_block) {
-    const bool writes = kind == kStore || kind == kCopy;
+    const bool writes = kind == kStore || kind == kCopy || kind == kAtomic;
     fail(thread_name(current) + (writes ? " wrote" : " read") + " past its " + std::to_string(shared_bytes_of_block) +
          " bytes of shared memory, at byte " + std::to_string(offset));
     suspend();
@@ -266,7 +266,7 @@ static bool is_shared(const void* address, size_t bytes, AccessKind kind, const 
     part.bytes = static_cast<uint32_t>(std::min<size_t>(bytes - done, 16));
     banks.note(current, part);
   }
-  check_race(address, bytes, kind == kStore || kind == kCopy, true);
+  if (kind != kAtomic) check_race(address, bytes, kind == kStore || kind == kCopy, true);
   return true;
 }
 
@@ -323,10 +323,29 @@ void fence() {
   if (is_checking_races) races.fence(current);
 }
 
+// Makes an atomic operation on shared or global memory: a number becomes change(number). Returns what it was. `code`:
+// the instruction.
+template <class T, class Change>
+static T atomically(T* address, const Change& change, const void* code) {
+  const bool in_shared = is_shared(address, sizeof(T), kAtomic, code);
+  if (!in_shared) check_read(address, sizeof(T));
+  if (is_checking_races) {
+    const auto race = races.atomic(current, reinterpret_cast<uintptr_t>(address), sizeof(T), in_shared);
+    report_race(race, " changes ", in_shared);
+  }
+  return std::exchange(*address, change(*address));
+}
+
 unsigned atomic_add(unsigned* address, unsigned value) {
-  check_read(address, 4);  // no kernel has atomic operations on shared memory
-  if (is_checking_races) report_race(races.atomic(current, reinterpret_cast<uintptr_t>(address)), " changes ", false);
-  return (*address += value) - value;
+  return atomically(address, [value](unsigned x) { return x + value; }, __builtin_return_address(0));
+}
+
+unsigned long long atomic_add(unsigned long long* address, unsigned long long value) {
+  return atomically(address, [value](unsigned long long x) { return x + value; }, __builtin_return_address(0));
+}
+
+int atomic_max(int* address, int value) {
+  return atomically(address, [value](int x) { return std::max(x, value); }, __builtin_return_address(0));
 }
 
 // Waits until all lanes that the mask names are here. True for the last of them, which does the work for all and then

@@ -76,6 +76,8 @@ char* shared_memory();
 bool block_barrier(bool value, const char* name);  // whether any thread gave true
 void fence();
 unsigned atomic_add(unsigned* address, unsigned value);
+unsigned long long atomic_add(unsigned long long* address, unsigned long long value);
+int atomic_max(int* address, int value);
 uint64_t warp_shuffle(unsigned mask, uint64_t bits, unsigned source_lane, const char* name);
 
 // The bytes that each of the 32 lanes gave. Every lane gets all of them, until it calls again.
@@ -193,6 +195,10 @@ inline void __syncthreads() { emulator::block_barrier(false, "__syncthreads"); }
 inline int __syncthreads_or(int value) { return emulator::block_barrier(value != 0, "__syncthreads_or"); }
 inline void __threadfence() { emulator::fence(); }
 inline unsigned atomicAdd(unsigned* address, unsigned value) { return emulator::atomic_add(address, value); }
+inline unsigned long long atomicAdd(unsigned long long* address, unsigned long long value) {
+  return emulator::atomic_add(address, value);
+}
+inline int atomicMax(int* address, int value) { return emulator::atomic_max(address, value); }
 
 namespace emulator {
 

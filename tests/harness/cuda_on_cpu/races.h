@@ -50,14 +50,17 @@ class Races {
     self.released[block_].push_back({epoch_, thread, self.fences});
   }
 
-  // Notes an atomic operation on 4 bytes, and returns what it races with, or "".
-  std::string atomic(unsigned thread, uintptr_t address) {
-    for (size_t i = 0; i < 4; ++i) {
-      Cell& cell = global_[address + i];
+  // Notes an atomic operation, and returns what it races with, or "".
+  std::string atomic(unsigned thread, uintptr_t address, size_t bytes, bool is_shared) {
+    for (size_t i = 0; i < bytes; ++i) {
+      Cell& cell = (is_shared ? shared_ : global_)[address + i];
       if (cell.is_written && !is_ordered(cell.write, thread)) return "that " + name_of(cell.write) + " wrote";
+      for (const Access& read : cell.reads)
+        if (is_shared && !is_ordered(read, thread)) return "that " + name_of(read) + " read";
       cell.last_atomic = {block_, epoch_, thread, threads_[thread].fences};
       cell.is_atomic = true;
     }
+    if (is_shared) return "";  // orders nothing: in a block, barriers do
     Known& there = atomics_[address];
     add(threads_[thread].seen, there);
     add(there, threads_[thread].released);

@@ -202,6 +202,12 @@ def test_what_cuda_would_refuse_to_launch(grid: int, block: int, shared: int) ->
         run("sum", "forwards", x, x, grid=grid, block=block, shared=shared)
 
 
+@orders
+def test_atomic_additions_in_shared_memory(order: str) -> None:
+    x = _inputs(64)
+    assert (run("shared_counts", order, x, torch.zeros_like(x), block=64) == 32).all()
+
+
 # What 32 lanes do, and the cycles it takes by the rules of banks.h: words of 4 bytes so many words apart, one word for
 # all, 16 bytes side by side, and rows of ldmatrix so many bytes apart.
 @pytest.mark.parametrize(
@@ -212,6 +218,9 @@ def test_what_cuda_would_refuse_to_launch(grid: int, block: int, shared: int) ->
         ("words_32_apart", "load of 4 bytes", 1, 32),
         ("words_33_apart", "load of 4 bytes", 1, 1),
         ("one_word", "load of 4 bytes", 1, 1),
+        ("atomics_1_apart", "atomic", 1, 1),
+        ("atomics_32_apart", "atomic", 1, 32),
+        ("atomics_on_one_word", "atomic", 1, 32),
         ("packs", "load of 16 bytes", 4, 4),
         ("matrix_rows_16_apart", "ldmatrix", 4, 4),
         ("matrix_rows_32_apart", "ldmatrix", 4, 8),
@@ -228,6 +237,7 @@ def test_cycles_of_shared_memory(name: str, what: str, phases: int, cycles: int)
 RACES = {
     "rotate_without_barrier": "shared memory that thread .* of block 0 (wrote|read)",
     "hasty_sums": "shared memory that thread.* (wrote|read)",
+    "shared_counts_without_barrier": "shared memory that thread.* (changed atomically|read)",
     "neighbours_through_shared_memory": "shared memory that thread .* of block 0 (wrote|read)",
     "staged_copies_without_wait": "reads shared memory that a copy of thread .* of block 0 may still write",
     "staged_copies_into_what_is_read": "shared memory that .* of block 0 (may still write|wrote|read)",
@@ -238,7 +248,7 @@ RACES = {
 
 
 @orders
-@pytest.mark.parametrize("name", ["min_and_sum", "rotate", "staged_copies", "last_block", *RACES])
+@pytest.mark.parametrize("name", ["min_and_sum", "rotate", "staged_copies", "shared_counts", "last_block", *RACES])
 def test_races(order: str, name: str) -> None:
     """Whether the results are right in this order or not."""
     grid = 7 if name.startswith("last_block") else 1
