@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import numbers
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, TypeGuard, cast
+from typing import Any, NamedTuple, TypeGuard
 from weakref import ReferenceType, ref
 
 import torch
@@ -18,6 +17,7 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ._zero_gradients import ZeroGradients
 from .functional.unscale import to_device, unscale_
 from .ops.checks import why_not_loaded
 from .ops.table import DTYPE_CODES
@@ -30,15 +30,6 @@ __all__ = ["GradScaler", "Overflow"]
 # After this many skipped steps in a row there is a warning. So many NaN or inf in a row are likely to come from the
 # model, and not from the scale.
 SKIPS_BEFORE_WARNING = 50
-# One step in this many looks for parameters whose gradients are 0 in every element. A look takes as long as 1.5 to 2
-# steps of a fused optimizer (50 and 1000 parameters of 64 elements on a CPU), so it costs 1.5 to 2 %.
-STEPS_PER_LOOK = 100
-# A parameter has to be 0 in this many looks in a row before there is a warning. Some gradients are 0 only now and then:
-# at the first step (the first factor of LoRA), or for a layer that is dropped in this step.
-LOOKS_BEFORE_WARNING = 3
-# In a look, gradients of at most this many elements are joined to one tensor. An operator for each of them would take
-# most of the time of a look.
-JOINED_ELEMENTS = 1024
 # The torch optimizers whose eps may round to 0 in fp16, and the fused optimizers to use in their place.
 _FUSED_NAMES = {"Adam": "FusedAdam", "AdamW": "FusedAdamW", "RMSprop": "FusedRMSprop"}
 
@@ -188,64 +179,6 @@ class Overflow(NamedTuple):
     parameter: str
 
 
-class _OnHost:
-    """A copy of a tensor in host memory. If the tensor is on a GPU, the copy may be unfinished for a while."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.values = tensor.to("cpu", non_blocking=True, copy=True)  # from a GPU into pinned memory
-        self._device = tensor.device
-        self._event: torch.cuda.Event | None = None
-        if tensor.device.type == "cuda":
-            self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(tensor.device))
-
-    def is_there(self) -> bool:
-        """Whether `values` may be read. Does not wait. During a capture an event must not be queried."""
-        return self._event is None or (not capturing(self._device) and self._event.query())
-
-
-class _Look:
-    """A look at the gradients of an optimizer: which of them are 0 in every element?
-
-    Neither the optimizer nor a parameter is kept alive.
-    """
-
-    def __init__(self, optimizer: ReferenceType[Any], scale: Tensor) -> None:
-        self.optimizer = optimizer
-        self.scale = _OnHost(scale)
-        self.found_inf: _OnHost | None = None  # set by `update`: not 0 if a step of this iteration is skipped
-        self.params: list[ReferenceType[Tensor]] = []
-        # For several gradients each: flags, which are True for what is not 0, and the number of flags of each gradient.
-        self._flags: list[tuple[_OnHost, list[int]]] = []
-
-    def add(self, params: list[Tensor], grads: list[Tensor], joined: bool) -> None:
-        """Asks the device about gradients of one dtype on one device. Joined gradients have a flag for each element."""
-        sizes = [1] * len(grads)
-        if joined:
-            values = torch.cat([g if g.ndim == 1 else g.flatten() for g in grads])
-            sizes = [g.numel() for g in grads]
-        elif grads[0].device.type == "cpu":
-            values = torch.stack([g.count_nonzero() for g in grads])  # in 1/11 of the time of the norm
-        else:
-            values = torch.stack(torch._foreach_norm(grads, math.inf))
-        self.params += [ref(param) for param in params]
-        self._flags.append((_OnHost(values != 0), sizes))
-
-    def is_done(self) -> bool:
-        copies = (self.found_inf, self.scale, *(flags for flags, _ in self._flags))
-        return all(copy is None or copy.is_there() for copy in copies)
-
-    def are_zero(self) -> list[bool]:
-        """Returns for each of `params` whether its gradient was 0 in every element. NaN and inf are not 0."""
-        result: list[bool] = []
-        for flags, sizes in self._flags:
-            found = bytearray(flags.values.numel())
-            torch.frombuffer(found, dtype=torch.bool).copy_(flags.values)
-            ends = itertools.accumulate(sizes)
-            result += [found.find(True, end - size, end) < 0 for end, size in zip(ends, sizes, strict=True)]
-        return result
-
-
 class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` that steps the optimizers of `amp_kernels.optim` without waiting for the device.
 
@@ -311,8 +244,6 @@ class GradScaler(torch.amp.GradScaler):
 
     _format = 1  # the version of state dicts; increased when earlier releases would misread new ones
     _has_warned_of_no_gradient = False
-    _has_warned_of_zeros = False
-    _updates = 0
     # The last overflow among those of deleted optimizers, as a pair of its iteration and the overflow.
     _last_deleted_overflow: tuple[int, Overflow] | None = None
 
@@ -356,16 +287,7 @@ class GradScaler(torch.amp.GradScaler):
         # iterations minus the number of the log's checks.
         self._logs: dict[OverflowLog, tuple[int, ReferenceType[FusedOptimizer]]] = {}
         self._iterations = 0
-        self._forget_looks()
-
-    def _forget_looks(self) -> None:
-        # The ids of the optimizers whose gradients were looked at since the last multiple of STEPS_PER_LOOK updates.
-        # None if there is nothing to look at: before the first multiple, and after the warning. An id may be that of
-        # a deleted optimizer, and then a new one has to wait for the next multiple.
-        self._looked_at: set[int] | None = None
-        self._looks: list[_Look] = []  # those that were not evaluated yet, the oldest first
-        # For each parameter whose gradient was 0 in every element at the last look, the number of such looks in a row.
-        self._zero_looks = WeakIdKeyDictionary()
+        self._zero_gradients = ZeroGradients()
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
         if self._process_group is not None and self._scale is None:
@@ -471,8 +393,7 @@ class GradScaler(torch.amp.GradScaler):
             >>> weight.grad
             tensor([1., 1.])
         """
-        if self._looked_at is not None and id(optimizer) not in self._looked_at:
-            self._look(optimizer)
+        self._zero_gradients.look(optimizer)
         if not self._enabled or not _handles_scaling(optimizer):
             return super().unscale_(optimizer)
         scale, _ = self._check_scale_growth_tracker("unscale_")
@@ -500,8 +421,7 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             RuntimeError: `step` was called for the optimizer since the last `update`, or a closure was passed.
         """
-        if self._looked_at is not None and id(optimizer) not in self._looked_at:
-            self._look(optimizer)
+        self._zero_gradients.look(optimizer)
         if self._enabled and _is_proxy(optimizer):
             return self._unscale_and_step(optimizer, *args, **kwargs)
         if not self._enabled or not _handles_scaling(optimizer) or hasattr(optimizer, "grad_scale"):
@@ -633,11 +553,7 @@ class GradScaler(torch.amp.GradScaler):
         found_inf = self._found_inf()
         if found_inf is not None:
             self._count_skip(found_inf)
-        self._updates += 1
-        if self._updates % STEPS_PER_LOOK == 0 and not self._has_warned_of_zeros:
-            self._looked_at = set()
-        if self._looks:
-            self._evaluate_looks(found_inf)
+        self._zero_gradients.evaluate(found_inf, scale)
         if new_scale is not None:
             return super().update(new_scale)
         if found_inf is not None:
@@ -721,89 +637,6 @@ class GradScaler(torch.amp.GradScaler):
                 "call backward() before step(), and check that the loss depends on the optimizers' parameters",
                 stacklevel=3,
             )
-
-    @torch.compiler.disable
-    @torch.no_grad()
-    def _look(self, optimizer: Any) -> None:
-        """Asks the device which gradients are 0 in every element, before they are unscaled. `update` reads the answer.
-
-        Left out: parameters without a gradient, empty and sparse gradients, DTensors (a shard that is 0 says nothing
-        about the others) and other subclasses, and devices other than CPUs and CUDA's.
-        """
-        assert self._looked_at is not None
-        self._looked_at.add(id(optimizer))
-        members: dict[tuple[Any, ...], tuple[list[Tensor], list[Tensor]]] = {}
-        for group in getattr(optimizer, "param_groups", ()):
-            for param in group["params"]:
-                grad = param.grad
-                if type(grad) is Tensor and (size := grad.numel()):
-                    key = grad.device, grad.dtype, grad.layout, size <= JOINED_ELEMENTS
-                    if key not in members:
-                        members[key] = [], []
-                    params, grads = members[key]
-                    params.append(param)
-                    grads.append(grad)
-                elif self._zero_looks:
-                    self._zero_looks.pop(param, None)
-        # torch has few operators for 8-bit dtypes.
-        looked_at = [
-            key for key in members if key[0].type in ("cpu", "cuda") and key[1].itemsize > 1 and key[2] is torch.strided
-        ]
-        scale = self._scale
-        if scale is None or any(capturing(device) for device in (scale.device, *(key[0] for key in looked_at))):
-            return
-        try:
-            look = _Look(ref(optimizer), scale)
-        except TypeError:  # no weak reference to `optimizer` can be made, for example if its class has __slots__
-            return
-        for key in looked_at:
-            look.add(*members[key], joined=key[3])
-        self._looks.append(look)
-
-    def _evaluate_looks(self, found_inf: Tensor | None) -> None:
-        """Counts the looks that are done, and warns of parameters that were 0 in several looks in a row.
-
-        The looks since the last `update` get `found_inf`. If a step of the iteration was skipped, they do not count.
-        """
-        if found_inf is not None and not capturing(found_inf.device):
-            verdict = _OnHost(found_inf)
-            for look in self._looks:
-                look.found_inf = look.found_inf or verdict
-        self._looks = [look for look in self._looks if look.found_inf is not None]
-        last = None
-        while self._looks and self._looks[0].is_done():
-            look = self._looks.pop(0)
-            assert look.found_inf is not None
-            are_zero = look.are_zero()
-            if look.found_inf.values.item() != 0 or not (any(are_zero) or self._zero_looks):
-                continue
-            for reference, is_zero in zip(look.params, are_zero, strict=True):
-                param = reference()
-                if param is not None and is_zero:
-                    self._zero_looks[param] = self._zero_looks.get(param, 0) + 1
-                elif param is not None:
-                    self._zero_looks.pop(param, None)
-            if LOOKS_BEFORE_WARNING in self._zero_looks.values():
-                last = look
-        if last is not None:
-            self._warn_of_zeros(last)
-
-    def _warn_of_zeros(self, look: _Look) -> None:
-        """Warns that parameters have gradients of 0. A scaler does so only once."""
-        self._has_warned_of_zeros = True
-        optimizer, zero_looks = look.optimizer(), self._zero_looks
-        # The groups of other optimizers than the fused ones have the same entries.
-        named = () if optimizer is None else FusedOptimizer._named_parameters(cast(FusedOptimizer, optimizer))
-        first = next((name for name, _, p in named if zero_looks.get(p, 0) >= LOOKS_BEFORE_WARNING), "one was removed")
-        count = sum(looks >= LOOKS_BEFORE_WARNING for looks in zero_looks.values())
-        self._forget_looks()
-        warnings.warn(
-            f"GradScaler: every element of the gradient was 0 for {count} parameters ({first} is the first) in each of "
-            f"{LOOKS_BEFORE_WARNING} looks, {STEPS_PER_LOOK} steps apart; if the loss depends on them, their gradients "
-            f"underflow at a scale of {look.scale.values.item():g}: use a larger init_scale, or a smaller "
-            "growth_interval; if it does not depend on them, set their requires_grad to False",
-            stacklevel=4,
-        )
 
     def _hysteresis_left(self, found_inf: Tensor) -> Tensor:
         """Updates the count that decides whether an overflow reduces the scale, and returns it.
@@ -918,11 +751,11 @@ class GradScaler(torch.amp.GradScaler):
             state["_init_skipped_steps"] = counts["skipped_steps"]
             state["_hysteresis_tracker"] = state["_skipped_steps"] = None
         state["_logs"], state["_last_deleted_overflow"] = {}, None
-        for name in ("_seen_optimizers", "_looked_at", "_looks", "_zero_looks"):  # weak references cannot be pickled
-            del state[name]
+        state["_zero_gradients"] = self._zero_gradients.has_warned
+        del state["_seen_optimizers"]  # weak references cannot be pickled
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._seen_optimizers = WeakIdKeyDictionary()
-        self._forget_looks()
+        self._zero_gradients = ZeroGradients(has_warned=state["_zero_gradients"])

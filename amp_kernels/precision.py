@@ -437,8 +437,10 @@ class PrecisionReport:
             counts.dtypes = [None if gradient is None else gradient.dtype for gradient in gradients]
             nothing = torch.empty(0, device=device)
             counts.add(0, [nothing if gradient is None else gradient for gradient in gradients])
-            scalars = (None if s is None else to_device(s, device) for s in (grad_scale, found_inf, grad_norm))
-            counts.updates = plan.count_updates(*scalars, max_norm)
+            scale, flag, norm = (
+                None if scalar is None else to_device(scalar, device) for scalar in (grad_scale, found_inf, grad_norm)
+            )
+            counts.updates = plan.count_updates(scale, flag, norm, max_norm)
             sample.counts.append(counts)
         sample.is_divided = grad_scale is None
         if grad_scale is not None:

@@ -28,7 +28,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..ops.exponents import COLUMNS
+from ..reference.exponents import COLUMNS
 from .common import (
     BF16,
     FP16,

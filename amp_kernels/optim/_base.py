@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,9 +29,6 @@ from ._stored import storages
 from ._sweep import sweep
 from ._tensors import dense, local
 from ._wrappers import is_called_by, is_in_wrappers_of_torch
-
-if TYPE_CHECKING:
-    from ..precision import PrecisionReport
 
 _ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
 
@@ -90,8 +87,8 @@ class FusedOptimizer(WithCheckpoints):
     _checked_plans: list[Plan] | None = None
     # For `PrecisionReport` (precision.py): the report that samples this step, the report that samples some steps, and
     # how many other steps come before its next one.
-    _observer: PrecisionReport | None = None
-    _sampler: PrecisionReport | None = None
+    _observer: Any = None
+    _sampler: Any = None
     _steps_to_sample = 0
     # `found_inf` of the last step, which `ema_` reads. A scaler that skips a step on the host sets it too.
     _last_found_inf: Tensor | None = None

@@ -72,7 +72,7 @@ class Training:
         """One backward pass at this scale. The weights do not change, since the learning rate of the step is 0."""
         (group,) = self.optimizer.param_groups
         scaler = amp_kernels.GradScaler(self.device.type, init_scale=scale)
-        lr, group["lr"], group["weight_decay"] = group["lr"], 0.0, 0.0
+        lr, group["lr"] = group["lr"], 0.0
         with PrecisionReport(self.model, self.optimizer, scaler) as report:
             scaler.scale(self.model(batch)).backward()
             scaler.step(self.optimizer)
@@ -113,9 +113,10 @@ def layers(seed: int, steps: int, size: Size, device: torch.device) -> list[Row]
         if scale == 1:
             room = advised(report)
     for more in (0, 1):
-        row = {"part": ADVICE, "seed": seed, "steps": steps, "scale": f"{2.0 ** (room + more):g}", "layer": f"+{more}"}
-        bad = sum(row.nonfinite for row in training.sample(batch, 2.0 ** (room + more)).rows())
-        rows.append(row | {"nonfinite": bad})
+        scale = 2.0 ** (room + more)
+        bad = sum(row.nonfinite for row in training.sample(batch, scale).rows())
+        shared = {"part": ADVICE, "seed": seed, "steps": steps, "scale": f"{scale:g}"}
+        rows.append(shared | {"layer": f"+{more}", "nonfinite": bad})
     return rows
 
 

@@ -17,6 +17,7 @@ from optim_cases import ALL, TORCH, families, iterate, parameters, set_grads, st
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import amp_kernels
+from amp_kernels import _zero_gradients
 from amp_kernels.optim import FusedAdamW, FusedSGD
 
 
@@ -240,7 +241,7 @@ EVERY = 5  # steps for each look, in place of 100
 
 @pytest.fixture
 def looks_often(monkeypatch):
-    monkeypatch.setattr(amp_kernels.grad_scaler, "STEPS_PER_LOOK", EVERY)
+    monkeypatch.setattr(_zero_gradients, "STEPS_PER_LOOK", EVERY)
 
 
 def warned_in(run: Any) -> list[str]:
@@ -363,7 +364,14 @@ def test_each_optimizer_is_looked_at_whenever_it_steps(looks_often):
 
     slotted = Slotted()
     slotted.inner = often
-    assert train(started(torch.device("cpu")), lambda _: {slotted: [0.0]}, AT + 1) == []
+    assert len(train(started(torch.device("cpu")), lambda _: {slotted: [0.0]}, AT + 1)) == 1
+
+
+def test_the_first_of_parameters_of_two_dtypes_is_named(looks_often):
+    params = [torch.nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in (torch.float32, torch.float16, torch.float32)]
+    optimizer = FusedSGD(zip("abc", params, strict=True), lr=0.1)
+    (message,) = train(started(torch.device("cpu")), lambda _: {optimizer: [1.0, 0.0, 0.0]}, AT)
+    assert "for 2 parameters (b is the first)" in message
 
 
 def test_a_look_keeps_nothing_alive_and_is_not_saved(looks_often):
@@ -408,22 +416,23 @@ class LateEvent:
 def test_answers_of_a_gpu_are_read_when_they_have_arrived(looks_often, monkeypatch):
     """Played on the CPU: `update` asks an event, and goes on if the copy is not done."""
     LateEvent.is_late, LateEvent.is_capturing = True, False
-    original = amp_kernels.grad_scaler._OnHost.__init__
-
-    def on_gpu(self: Any, tensor: torch.Tensor) -> None:
-        original(self, tensor)
-        self._event = LateEvent()
-
-    monkeypatch.setattr(amp_kernels.grad_scaler._OnHost, "__init__", on_gpu)
-    monkeypatch.setattr(amp_kernels.grad_scaler, "capturing", lambda device: LateEvent.is_capturing)
+    monkeypatch.setattr(_zero_gradients, "_recorded", lambda device: LateEvent())
+    monkeypatch.setattr(_zero_gradients, "capturing", lambda device: LateEvent.is_capturing)
     optimizer, scaler = FusedSGD([torch.nn.Parameter(torch.ones(3))], lr=0.1), started(torch.device("cpu"))
-    assert train(scaler, lambda _: {optimizer: [0.0]}, AT + 1) == []
-    assert len(scaler._looks) == 3
+
+    def steps(grad: float, count: int = EVERY) -> list[str]:
+        return train(scaler, lambda _: {optimizer: [grad]}, count)
+
+    assert steps(0.0, AT + 2 * EVERY) == []  # the first answer is on its way, and there is no other look
     LateEvent.is_capturing, LateEvent.is_late = True, False
-    assert train(scaler, lambda _: {optimizer: [0.0]}, EVERY) == []
-    assert len(scaler._looks) == 3  # no look in a capture
+    assert steps(1.0) == []
     LateEvent.is_capturing = False
-    assert len(train(scaler, lambda _: {optimizer: [1.0]}, 1)) == 1
+    assert steps(0.0, 1) == []  # reads the first answer
+    LateEvent.is_capturing = True
+    assert steps(1.0, EVERY - 2) == []  # no look in a capture
+    LateEvent.is_capturing = False
+    assert steps(0.0) == []
+    assert len(steps(0.0, 1)) == 1
 
 
 def params_with_gradients(device: torch.device, *has_gradient: bool) -> list[torch.nn.Parameter]:

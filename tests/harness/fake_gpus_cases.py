@@ -25,6 +25,7 @@ import amp_kernels
 from amp_kernels import GradScaler, backends, testing
 from amp_kernels.ops.library import DEFINITIONS
 from amp_kernels.testing import DTYPES, verify
+from amp_kernels.testing.exponents import results_for
 from amp_kernels.testing.updates import UPDATES
 
 OPS = torch.ops.amp_kernels
@@ -113,6 +114,7 @@ CALLS: dict[str, Callable[[str], Any]] = {
     "grad_norm": lambda on: amp_kernels.grad_norm(
         [p.grad for p in parameters(on)], found_inf=torch.zeros((), device=on)
     ),
+    "count_exponents_": lambda on: torch.cat([x.flatten().double() for x in counted(on)]),
     "quantize_int8": lambda on: amp_kernels.quantize_int8(matrix(on), dim=-1, symmetric=False).values,
     "dequantize_int8": lambda on: amp_kernels.quantize_int8(matrix(on), dim=0).dequantize(),
     "fake_quantize_int8": lambda on: amp_kernels.fake_quantize_int8(matrix(on), dim=-1),
@@ -179,6 +181,15 @@ def convolution(x: Tensor, device: str, weight: Tensor, scales: int = 1, **other
 def unscaled(grads: list[Tensor], device: str) -> Tensor:
     amp_kernels.unscale_(grads, inv_scale=torch.tensor(0.5, device=device), found_inf=torch.zeros((), device=device))
     return torch.cat([g.float().flatten() for g in grads])
+
+
+def counted(device: str, **others: Tensor) -> tuple[Tensor, ...]:
+    """The results of `count_exponents_`. `others` are arguments in place of the usual ones."""
+    tensors = [p.grad for p in parameters(device)]
+    names = ("counts", "largest", "squares")
+    results = dict(zip(names, results_for(tensors, torch.device(device)), strict=True)) | others
+    OPS.count_exponents_(tensors, *results.values())
+    return tuple(results.values())
 
 
 def stepped(device: str) -> Tensor:
@@ -440,6 +451,9 @@ ELSEWHERE = ["cuda:1", "cpu"]
 REFUSED: dict[str, Callable[[str], object]] = {
     "grads": lambda on: OPS.unscale_([fp32(5), fp32(5, on=on)], fp32(), fp32()),
     "inv_scale": lambda on: OPS.unscale_([fp32(5)], fp32(on=on), fp32()),
+    "counts": lambda on: counted("cuda:0", counts=torch.zeros(3, 257, dtype=torch.int64, device=on)),
+    "largest": lambda on: counted("cuda:0", largest=torch.zeros(3, device=on)),
+    "squares": lambda on: counted("cuda:0", squares=torch.zeros(3, dtype=torch.float64, device=on)),
     "param": lambda on: sgd(ones(5), ones(5, on=on), fp32(5), fp32(5)),
     "momentum": lambda on: sgd(ones(5), ones(5), fp32(5, on=on), fp32(5)),
     "master": lambda on: sgd(ones(5), ones(5), fp32(5), fp32(5, on=on)),

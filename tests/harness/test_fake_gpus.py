@@ -17,13 +17,14 @@ pytestmark = [
     pytest.mark.timeout(0),  # each test in such a process has a limit of its own
 ]
 
-FOLDERS = ("unscale", "update", "grad_scaler", "optim", "int8", "matmul", "clients", "amp", "package")
+FOLDERS = ("unscale", "exponents", "update", "grad_scaler", "optim", "int8", "matmul", "clients", "amp", "package")
 
 
 # What `make test-slow` has time for: each operator once for each class of dtypes and of layouts, and what notices the
 # planted faults of csrc/ops (tests/faults/operator_*). The expressions are for pytest -k.
 PART = {
     "unscale/test_unscale.py": "not bf16 and not 100_million",
+    "exponents/test_exponents.py": "(test_case and fp16) or layouts or wrong or added or nothing",
     "update/test_updates.py": """(mixed or fp32 or fp16-split or fp16-sliced or empty_lists or tensor_lr)
         and not grads_with and not negative and not denormals""",
     "update/test_adam.py": "turned_off",
