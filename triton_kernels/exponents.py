@@ -28,7 +28,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..reference.exponents import COLUMNS
+from ..ops.exponents import COLUMNS
 from .common import (
     BF16,
     FP16,

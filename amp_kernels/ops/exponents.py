@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..reference.exponents import COLUMNS
 from . import lists
 from .checks import check_tensors
 from .library import operator
+
+COLUMNS = reference.exponents.COLUMNS
 
 
 def _check(tensors: list[Tensor], counts: Tensor, largest: Tensor, squares: Tensor) -> None:
