@@ -91,7 +91,7 @@ def contenders(data: Gradients) -> list[Contender]:
     size = data.dtype.itemsize
     return [
         Contender("amp_kernels.count_exponents_", "none", size, partial(count_job, data, ours)),
-        Contender("the pass without counts (grad_norm)", "none", size, partial(norm_job, data)),
+        Contender("amp_kernels.grad_norm without counts", "none", size, partial(norm_job, data)),
         Contender("plain torch", "none", size, partial(count_job, data, plain_torch)),
     ]
 
