@@ -17,7 +17,19 @@ pytestmark = [
     pytest.mark.timeout(0),  # each test in such a process has a limit of its own
 ]
 
-FOLDERS = ("unscale", "exponents", "update", "grad_scaler", "optim", "int8", "matmul", "clients", "amp", "package")
+FOLDERS = (
+    "unscale",
+    "exponents",
+    "update",
+    "grad_scaler",
+    "optim",
+    "int8",
+    "matmul",
+    "clients",
+    "amp",
+    "package",
+    "precision",
+)
 
 
 # What `make test-slow` has time for: each operator once for each class of dtypes and of layouts, and what notices the
@@ -44,6 +56,7 @@ PART = {
     "clients/test_states.py": "sgd_ and (overlap_raise or not_overlap)",
     "amp/test_amp.py": "handwritten and SGD",
     "package/test_saved.py": "goes_on",
+    "precision/test_precision.py": "counts_are_those_of_torch or step_with_inf or training_is_the_same",
 }
 
 
