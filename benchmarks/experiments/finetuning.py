@@ -275,7 +275,7 @@ def judge_accuracy(rows: Sequence[Row], way: str, than: str) -> Verdict:
 
 
 def takes_less(rows: Sequence[Row], ways: Sequence[str], limit: float) -> Verdict:
-    """The time beside the rival's, of each way and seed."""
+    """The time, divided by that of the rival, for each way and seed."""
     found = {
         (way, row["seed"]): spread(row, "of_rival")
         for way in ways

@@ -274,7 +274,7 @@ def moves_further(rows: Sequence[Row]) -> Verdict:
 
 
 def is_ghost(rows: Sequence[Row]) -> Verdict:
-    """Every distance of ghost batch norm, beside the largest that another order makes."""
+    """Every distance of ghost batch norm, and the largest that another order makes."""
     found, control = (
         [v for way in ACCUMULATED for v in select(rows, GRADIENT, f"{way}, {what}", "distance", "fp32").values()]
         for what in ("ghost batch norm", "other order")
@@ -290,7 +290,7 @@ def is_ghost(rows: Sequence[Row]) -> Verdict:
 
 
 def is_rounding(rows: Sequence[Row], dtype: str) -> Verdict:
-    """The distance in 16 bits beside that of one batch, by way and seed."""
+    """The distance in 16 bits and that of one batch, by way and seed."""
     ratios: dict[tuple[str, str], tuple[float, float]] = {}
     for way in ACCUMULATED:
         mine = select(rows, GRADIENT, way, "distance", dtype)
@@ -448,7 +448,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """What a precision changes beside what smaller batches change."""
+    """What a precision changes and what smaller batches change."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 5), dpi=110, layout="constrained", width_ratios=(3, 2))
     shown = [(TRAINED, way, AS_FP32) for way, _ in ways_of(rows, TRAINED) if way != AS_FP32]
     shown += [(ADDED, way, LARGE) for way in ACCUMULATED]
