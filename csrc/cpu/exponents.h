@@ -48,9 +48,9 @@ struct ExponentRow {
   }
 };
 
-using Bytes = uint8_t __attribute__((vector_size(32)));
-using Shorts = int16_t __attribute__((vector_size(32)));
-constexpr int64_t kByteLanes = sizeof(Bytes);
+using ByteLanes = uint8_t __attribute__((vector_size(32)));
+using ShortLanes = int16_t __attribute__((vector_size(32)));
+constexpr int64_t kByteLanes = sizeof(ByteLanes);
 static_assert(kByteLanes == kStride);
 
 // Returns the k-th eight of 32 elements as fp32. The elements are in any order.
@@ -69,23 +69,23 @@ template <>
 }
 
 // Converts 32 integers from 0 to 255 to bytes. The bytes are in another order than the integers.
-[[gnu::always_inline]] inline Bytes as_bytes(const Integers (&from)[kSums]) {
+[[gnu::always_inline]] inline ByteLanes as_bytes(const Integers (&from)[kSums]) {
 #if defined(__AVX2__)
   const __m256i low = _mm256_packus_epi32(as<__m256i>(from[0]), as<__m256i>(from[1]));
   const __m256i high = _mm256_packus_epi32(as<__m256i>(from[2]), as<__m256i>(from[3]));
-  return as<Bytes>(_mm256_packus_epi16(low, high));
+  return as<ByteLanes>(_mm256_packus_epi16(low, high));
 #else
   using Eight = uint8_t __attribute__((vector_size(kLanes)));
   Eight parts[kSums];
   for (int k = 0; k < kSums; ++k) parts[k] = __builtin_convertvector(from[k], Eight);
-  return as<Bytes>(parts);
+  return as<ByteLanes>(parts);
 #endif
 }
 
-[[gnu::always_inline]] inline uint32_t sum_of(const Bytes& bytes) {
+[[gnu::always_inline]] inline uint32_t sum_of(const ByteLanes& bytes) {
   uint32_t sum = 0;
 #if defined(__AVX2__)
-  using Sums = uint64_t __attribute__((vector_size(sizeof(Bytes))));
+  using Sums = uint64_t __attribute__((vector_size(sizeof(ByteLanes))));
   const Sums sums = as<Sums>(_mm256_sad_epu8(as<__m256i>(bytes), __m256i{}));  // each of 8 bytes
   for (int l = 0; l < 4; ++l) sum += sums[l];
 #else
@@ -95,7 +95,7 @@ template <>
 }
 
 // Returns a bit for each byte. A byte is 0xff or 0.
-[[gnu::always_inline]] inline uint32_t mask_of(const Bytes& bytes) {
+[[gnu::always_inline]] inline uint32_t mask_of(const ByteLanes& bytes) {
 #if defined(__AVX2__)
   return _mm256_movemask_epi8(as<__m256i>(bytes));
 #else
@@ -139,7 +139,7 @@ class ExponentCounter {
   // n must be a multiple of kStride, and at most kBlock.
   template <class T>
   double take_block(const T* x, int64_t n) {
-    alignas(Bytes) uint8_t exponents[kBlock];
+    alignas(ByteLanes) uint8_t exponents[kBlock];
     Integers magnitudes = {};
     const bool ahead = asks_ahead();
     double sum = 0.0;
@@ -181,7 +181,7 @@ class ExponentCounter {
       largest = bits > largest ? bits : largest;
       four[k] = bits >> 23;
       if (k + 1 < kSums) return;
-      const Bytes bytes = as_bytes(four);
+      const ByteLanes bytes = as_bytes(four);
       std::memcpy(exponents + i, &bytes, sizeof(bytes));
     };
     const double sum = inlined_sum_of_squares<Sum>(x, n, load, each);
@@ -212,7 +212,7 @@ class ExponentCounter {
 
   template <class T>
   [[gnu::noinline]] static int64_t zeros_of(const T* x, int64_t n, int64_t) {
-    using Bits = std::conditional_t<sizeof(T) == 4, Integers, Shorts>;
+    using Bits = std::conditional_t<sizeof(T) == 4, Integers, ShortLanes>;
     constexpr int64_t kWords = sizeof(Bits) / sizeof(T);
     Bits zeros[2] = {};  // independent, so that one addition does not wait for the other
     for (int64_t i = 0; i < n; i += 2 * kWords)
@@ -253,14 +253,14 @@ class ExponentCounter {
   template <int kBytes>
   static int64_t count_equal(const uint8_t* exponents, int64_t n, const uint8_t* values, uint32_t* counts,
                              const char* ahead) {
-    Bytes wanted[kTogether], equal[kTogether] = {};
-    for (int k = 0; k < kTogether; ++k) wanted[k] = Bytes{} + values[k];
+    ByteLanes wanted[kTogether], equal[kTogether] = {};
+    for (int k = 0; k < kTogether; ++k) wanted[k] = ByteLanes{} + values[k];
     for (int64_t i = 0; i < n; i += kByteLanes) {
       for (int byte = 0; byte < kByteLanes * kBytes; byte += 64) fetch_line<Cache::kL1>(ahead + i * kBytes + byte);
-      Bytes bytes;
+      ByteLanes bytes;
       std::memcpy(&bytes, exponents + i, sizeof(bytes));
 #pragma GCC unroll 12
-      for (int k = 0; k < kTogether; ++k) equal[k] -= as<Bytes>(bytes == wanted[k]);
+      for (int k = 0; k < kTogether; ++k) equal[k] -= as<ByteLanes>(bytes == wanted[k]);
     }
     int64_t sum = 0;
     for (int k = 0; k < kTogether; ++k) {
@@ -272,23 +272,23 @@ class ExponentCounter {
 
   // Counts the exponents from 1 to `last`, which are few. So it looks for them in several vectors at once.
   void count_up_to(const uint8_t* exponents, int64_t n, int last) {
-    const Bytes limit = Bytes{} + static_cast<uint8_t>(last);
+    const ByteLanes limit = ByteLanes{} + static_cast<uint8_t>(last);
     const auto load = [&](int64_t i) __attribute__((always_inline)) {
-      Bytes bytes;
+      ByteLanes bytes;
       std::memcpy(&bytes, exponents + i, sizeof(bytes));
       return bytes - 1;  // 0 becomes 255
     };
     constexpr int64_t kAtOnce = 4 * kByteLanes;
     for (int64_t begin = 0; begin < n; begin += kAtOnce) {
       const int64_t end = std::min(n, begin + kAtOnce);
-      Bytes least = load(begin);
+      ByteLanes least = load(begin);
       for (int64_t i = begin + kByteLanes; i < end; i += kByteLanes) {
-        const Bytes bytes = load(i);
+        const ByteLanes bytes = load(i);
         least = bytes < least ? bytes : least;
       }
-      if (mask_of(as<Bytes>(least < limit)) == 0) continue;
+      if (mask_of(as<ByteLanes>(least < limit)) == 0) continue;
       for (int64_t i = begin; i < end; i += kByteLanes)
-        for (uint32_t mask = mask_of(as<Bytes>(load(i) < limit)); mask != 0; mask &= mask - 1)
+        for (uint32_t mask = mask_of(as<ByteLanes>(load(i) < limit)); mask != 0; mask &= mask - 1)
           ++histogram_[exponents[i + __builtin_ctz(mask)]];
     }
   }
