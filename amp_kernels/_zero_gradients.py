@@ -19,8 +19,8 @@ from .optim._base import FusedOptimizer
 from .optim._plan import capturing
 from .reference.exponents import COLUMNS
 
-# A step in this many looks at the gradients of its optimizer. With 1000 parameters of 64 elements, `step` and `update` of
-# the scaler take 6 % longer with looks than without, and with 50 of them 3.5 % (`FusedSGD`, one thread of a CPU).
+# A step in this many looks at the gradients of its optimizer. With 1000 parameters of 64 elements, `step` and `update`
+# of the scaler take 6 % longer with looks than without, and with 50 of them 3.5 % (`FusedSGD`, one thread of a CPU).
 STEPS_PER_LOOK = 100
 # A parameter has to be 0 in this many looks in a row before there is a warning. Some gradients are 0 only now and then:
 # at the first step (the first factor of LoRA), or for a layer that is dropped in this step.
