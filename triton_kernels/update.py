@@ -458,7 +458,7 @@ def _count_kernel(
     found_inf: tl.int64,  # as grad_scale
     grad_norm: tl.int64,  # as grad_scale
     max_norm: tl.float32,
-    FORMULA: tl.constexpr,  # the constants are those of the update
+    FORMULA: tl.constexpr,  # `_update_kernel` explains these constants
     N_STATES: tl.constexpr,
     N_OPTIONAL: tl.constexpr,
     STATES: tl.constexpr,

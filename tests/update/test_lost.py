@@ -1,6 +1,6 @@
 """Counts of the updates that 16-bit weights would lose without a master (`Plan.count_updates`), on every backend.
 
-The step itself says what has to be counted: the masters before it and after it. No count may differ.
+Expected counts are computed from the masters before and after a real step. No count may differ.
 """
 
 from __future__ import annotations
