@@ -1,8 +1,8 @@
 // How long a warp's accesses to shared memory take. It has 32 banks of 4 bytes, and a bank gives one of its words in a
 // cycle, to any number of lanes. An instruction moves at most 128 bytes in a cycle: what lanes ask for in pieces of 8
 // or 16 bytes goes in 2 or 4 phases of half or a quarter of a warp. A phase takes a cycle for each different word of
-// the bank that has most of them. An atomic operation takes a cycle for each lane of the bank that most lanes access, even
-// if these lanes access the same word.
+// the bank that has most of them. An atomic operation takes a cycle for each lane of the bank that most lanes access,
+// even if these lanes access the same word.
 #pragma once
 
 #include <algorithm>
