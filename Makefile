@@ -51,7 +51,8 @@ faults: build $(VENV)/toolkit $(VENV)/oldest_triton
 
 # Hubs are never asked: models are made from their configurations. They are tiny, and two processes test: one thread.
 test-clients: $(CLIENTS)/made
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(CLIENTS)/bin/python -m pytest -n 2 $(PYTEST_ARGS) tests/clients/trainers/*_clients.py
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(CLIENTS)/bin/python -m pytest -n 2 $(PYTEST_ARGS) tests/clients/trainers/*_clients.py \
+	  tests/package/test_api.py tests/package/test_docstrings.py
 
 # One wheel serves every Python >= 3.10 and every torch >= 2.10, on CUDA those of its major. What build/lib is left with
 # would be packed too. auditwheel names the oldest glibc in the tag; torch's libraries stay torch's.
@@ -163,7 +164,9 @@ $(CLIENTS)/made: $(VENV)/built
 	$(BIN)/python -m venv --without-pip $(CLIENTS)
 	outer=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
 	site=$$($(CLIENTS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
-	echo "import site; site.addsitedir('$$outer')" > $$site/outer.pth
+	echo "import site; site.addsitedir('$$outer')" > $$site/outer.pth; \
+	echo "import sys; sys.path.append('$(CURDIR)/tests/clients/trainers/site'); import torchvision_without_cuda" \
+	  > $$site/torchvision.pth
 	$(BIN)/pip list --format=freeze | grep -E '^(amp-kernels|numpy|torch)==' > $(CLIENTS)/constraints.txt
 	$(BIN)/pip --python $(CLIENTS)/bin/python install -q -c $(CLIENTS)/constraints.txt 'amp-kernels[clients]'
 	touch $@

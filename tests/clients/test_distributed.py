@@ -51,6 +51,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import amp_kernels
 from amp_kernels import testing
+from amp_kernels.integrations import ddp as ddp_integration
+from amp_kernels.integrations.ddp import fp32_accumulation
 from amp_kernels.optim import FusedAdam, FusedAdamW, FusedRMSprop, FusedSGD
 from amp_kernels.quantization import quantize_
 
@@ -527,32 +529,124 @@ def test_fsdp1_parameters_do_not_take_scales(use_orig_params):
     assert ranks(2, body) == [False, False]
 
 
+# ---------------------------------------------------------------------------------------- sums of gradients in fp32
+MICRO = 3  # batches of a rank in a step
+
+
+class Branches(torch.nn.Module):
+    """`extra` is used by the second rank alone, `unused` by none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = torch.nn.Linear(8, 16), torch.nn.Linear(16, 4)
+        self.extra, self.unused = torch.nn.Linear(8, 16), torch.nn.Linear(2, 2)
+
+    def forward(self, x: Tensor, rank: int = 0) -> Tensor:
+        return self.second(torch.tanh(self.first(x) + (self.extra(x) if rank == 1 else 0)))
+
+
+def micro_loss(net: Any, rank: int, number: int, *args: int) -> Tensor:
+    """Scaled, so that the gradients of fp16 weights do not become subnormal."""
+    dtype = next(net.parameters()).dtype
+    return net(randn(4, 8, seed=2 * number + rank).to(dtype), *args).float().square().mean() * 2**6
+
+
 @isolated
-def test_sums_in_fp32_under_ddp():
-    """The recipe of the README: DDP does not average gradients of another dtype, `no_sync` and a sum by hand do."""
+@pytest.mark.parametrize("bucket", [25 * 2**20, 600], ids=["one-bucket", "buckets"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_sums_in_fp32_under_ddp(dtype: torch.dtype, bucket: int) -> None:
+    """Two processes have the gradients of one that sees all batches, to 1e-6, and step to the same bits."""
 
     def body(rank: int) -> list[Tensor]:
-        torch.manual_seed(0)
-        net = torch.nn.Linear(8, 8).bfloat16()
+        ddp_integration._BUCKET_BYTES = bucket
+        net = Branches().to(dtype)
+        model = DistributedDataParallel(net, find_unused_parameters=True)
+        optimizer = FusedSGD(net.parameters(), lr=1e-3)
+        results: list[Tensor] = []
+        for step in range(2):
+            optimizer.zero_grad()
+            with fp32_accumulation(model):
+                for number in range(MICRO):
+                    micro_loss(model, rank, 3 * step + number, rank).backward()
+            assert net.unused.weight.grad is None
+            results += [p.grad.clone() for p in net.parameters() if p.grad is not None]
+            optimizer.step()
+        return [*results, *(optimizer.master(p) for p in net.parameters())]
+
+    def alone() -> list[Tensor]:
+        net = Branches().to(dtype)
+        optimizer = FusedSGD(net.parameters(), lr=1e-3)
+        results: list[Tensor] = []
         for p in net.parameters():
             p.grad_dtype = torch.float32
-        ddp = DistributedDataParallel(net)
-        optimizer = FusedSGD(net.parameters(), lr=0.1)
-        with ddp.no_sync():
-            for step in range(3):
-                ddp(randn(4, 8, seed=2 * step + rank).bfloat16()).float().sum().backward()
-        for p in net.parameters():
-            dist.all_reduce(p.grad)
-            p.grad /= dist.get_world_size()
-        optimizer.step()
-        results = [optimizer.master(p) for p in net.parameters()]
-        with pytest.raises(RuntimeError, match="Expected BFloat16, got Float"):
-            ddp(randn(4, 8, seed=0).bfloat16()).float().sum().backward()
-        return results
+        for step in range(2):
+            optimizer.zero_grad()
+            for rank in range(2):
+                for number in range(MICRO):
+                    (micro_loss(net, rank, 3 * step + number, rank) / 2).backward()
+            results += [p.grad.clone() for p in net.parameters() if p.grad is not None]
+            optimizer.step()
+        return [*results, *(optimizer.master(p) for p in net.parameters())]
 
     first, second = ranks(2, body)
+    for i, (x, y, want) in enumerate(zip(first, second, alone(), strict=True)):
+        assert torch.equal(x, y) and x.dtype is torch.float32, i
+        assert (x - want).abs().max() <= 1e-6 * want.abs().max(), i
+
+
+@isolated
+def test_sums_in_fp32_are_refused_before_anything_changes() -> None:
+    def body(rank: int) -> None:
+        net = Branches().bfloat16()
+        model = DistributedDataParallel(net)
+        with pytest.raises(TypeError, match="must be a DistributedDataParallel, got a Branches"):
+            fp32_accumulation(net).__enter__()
+        net.second.bias.grad = torch.ones_like(net.second.bias)
+        with pytest.raises(RuntimeError, match=r"gradient of second.bias must be None or fp32 before the block"):
+            fp32_accumulation(model).__enter__()
+        assert all(p.grad_dtype is torch.bfloat16 for p in net.parameters())
+        net.second.bias.grad = None
+        with pytest.raises(RuntimeError, match=r"got none for extra.weight"), fp32_accumulation(model):
+            micro_loss(model, rank, 0).backward()
+        local = net.first.weight.grad.clone()
+        with pytest.raises(ZeroDivisionError), fp32_accumulation(model):  # an error of the user: no average
+            micro_loss(model, rank, 0).backward()
+            print(1 // 0)
+        assert torch.equal(net.first.weight.grad, 2 * local) and model.require_backward_grad_sync
+
+    ranks(2, body)
+
+
+@isolated
+def test_sums_in_fp32_skip_and_send_buffers_as_ddp_does() -> None:
+    """An overflow of one rank skips the step of both. Before the next block, batch norms agree with the first rank."""
+
+    def body(rank: int) -> tuple[list[Tensor], Tensor, Tensor]:
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 4)).half()
+        model = DistributedDataParallel(net)
+        optimizer = FusedSGD(net.parameters(), lr=0.1)
+        scaler = amp_kernels.GradScaler("cpu", init_scale=4.0)
+        means = []
+        for step in range(3):
+            optimizer.zero_grad()
+            with fp32_accumulation(model):
+                for number in range(2):
+                    loss = micro_loss(model, rank, 2 * step + number)
+                    means.append(net[1].running_mean.clone())
+                    scaler.scale(loss * torch.inf if (rank, step) == (1, 1) else loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.skipped_steps == 1 and scaler.get_scale() == 2
+        with torch.no_grad():
+            model(torch.zeros(2, 8).half())
+        return [optimizer.master(p) for p in net.parameters()], torch.stack(means), net[1].running_mean.clone()
+
+    (first, means, last), (second, other_means, other_last) = ranks(2, body)
     for x, y in zip(first, second, strict=True):
-        assert torch.equal(x, y)
+        assert torch.equal(x, y) and torch.isfinite(x).all()
+    assert torch.equal(last, other_last) and not torch.equal(means, other_means)
 
 
 # ------------------------------------------------------------------------------------------------ optimizers of shards

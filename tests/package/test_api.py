@@ -1,6 +1,7 @@
 """tests/api.txt lists all that users may rely on: what public modules export by `__all__`, with signatures.
 
-`python tests/package/test_api.py --write` writes it anew. A line that goes or changes breaks somebody's code, so it
+`python tests/package/test_api.py --write` writes it anew, in the trainers' venv (.venv/clients) also the lines of
+`amp_kernels.integrations`: a module there is left as it is listed where the library that it integrates is absent. A line that goes or changes breaks somebody's code, so it
 needs a line in CHANGELOG.md as well; a new one needs a sentence there that says which need it serves.
 
 Annotations are left out: they may become wider without anybody's code noticing. Members that torch's classes bring
@@ -19,6 +20,7 @@ from types import ModuleType
 from typing import Any
 
 import amp_kernels
+from amp_kernels import integrations
 
 API = Path(__file__).parents[1] / "api.txt"
 
@@ -28,7 +30,29 @@ def public_modules() -> list[ModuleType]:
     found = sorted(module.name for module in pkgutil.iter_modules(amp_kernels.__path__))
     names = [name for name in found if not name.startswith("_") and name != "triton_kernels"]  # that needs Triton
     modules = [amp_kernels, *(importlib.import_module(f"amp_kernels.{name}") for name in names)]
-    return [module for module in modules if hasattr(module, "__all__")]
+    return [module for module in [*modules, *present_integrations().values()] if hasattr(module, "__all__")]
+
+
+def integrated() -> list[str]:
+    """The modules of `amp_kernels.integrations`, one for each library."""
+    names = [module.name for module in pkgutil.iter_modules(integrations.__path__)]
+    return [f"{integrations.__name__}.{name}" for name in names if not name.startswith("_")]
+
+
+def present_integrations() -> dict[str, ModuleType]:
+    """By name, those of libraries that are installed here."""
+    found = {}
+    for name in integrated():
+        try:
+            found[name] = importlib.import_module(name)
+        except ModuleNotFoundError as absent:
+            assert absent.name is not None and absent.name.partition(".")[0] == name.rpartition(".")[2], absent
+    return found
+
+
+def of_absent_integrations(lines: list[str]) -> list[str]:
+    absent = tuple(f"{name}." for name in integrated() if name not in present_integrations())
+    return [line for line in lines if line.startswith(absent)]
 
 
 def signature(function: Any) -> str:
@@ -75,7 +99,7 @@ def public_api() -> list[str]:
             else:
                 first_names[id(value)] = name
                 lines += members(name, value) if inspect.isclass(value) else [name + signature(value)]
-    return sorted(lines)
+    return sorted(lines + of_absent_integrations(API.read_text().splitlines()))
 
 
 def test_public_names_are_those_of_api_txt() -> None:
