@@ -132,8 +132,7 @@ def initialize(
     Pass all models and optimizers in one call, before a model is wrapped in DistributedDataParallel or DataParallel.
     Weights are cast as the level says. After this call each model casts its inputs as the level says, and its outputs
     to fp32. A torch optimizer becomes a fused one. It stays the same object with the same groups and state, so learning
-    rate schedulers keep working. (A scheduler that exists already warns once that `optimizer.step()` has been
-    overridden.)
+    rate schedulers keep working.
 
     If `initialize` is called again, for example because a notebook cell runs again, it replaces the loss scales and the
     level. An optimizer that is passed again keeps its state and masters. A new optimizer has no masters yet. For
@@ -561,7 +560,7 @@ def _ours(optimizer: torch.optim.Optimizer) -> FusedOptimizer:
         saved, groups = optimizer.state_dict(), optimizer.param_groups
         optimizer.__class__ = _REPLACED[type(optimizer)]
         assert isinstance(optimizer, FusedOptimizer)
-        optimizer.__dict__.pop("step", None)  # torch's step, wrapped and assigned by a scheduler
+        is_scheduled = optimizer.__dict__.pop("step", None) is not None  # torch's step, which a scheduler has wrapped
         for group in groups:  # torch's optimizer may have loaded a state dict of ours
             group.pop("state_dtype", None)
         optimizer._setup(max_grad_norm=None, state_dtype=torch.float32, foreach=None, fused=None)
@@ -569,7 +568,19 @@ def _ours(optimizer: torch.optim.Optimizer) -> FusedOptimizer:
         for group, loaded in zip(groups, optimizer.param_groups, strict=True):
             group.update(loaded)
         optimizer.param_groups = groups
+        if is_scheduled:
+            _Idle(optimizer)
     return optimizer
+
+
+class _Idle(torch.optim.lr_scheduler.LRScheduler):
+    """Wraps the step of an optimizer as any scheduler of torch does, and changes nothing else.
+
+    A scheduler that was made before `initialize` would otherwise warn that the step "has been overridden".
+    """
+
+    def step(self, epoch: int | None = None) -> None:
+        pass
 
 
 # ------------------------------------------------------------------------------------------------------------ forward

@@ -17,6 +17,7 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from . import torch_private
 from ._zero_gradients import ZeroGradients
 from .functional.unscale import to_device, unscale_
 from .ops.checks import why_not_loaded
@@ -514,8 +515,11 @@ class GradScaler(torch.amp.GradScaler):
         found = any(flag.item() for flag in flags)
         optimizer_state["is_skipped"] = found
         inner = wrapped(optimizer)
-        if found and isinstance(inner, FusedOptimizer):
-            inner._skip(next(flag for flag in flags if flag.item()))
+        if found:
+            for skipped in {id(o): o for o in (optimizer, inner)}.values():
+                torch_private.note_skipped_step(skipped)
+            if isinstance(inner, FusedOptimizer):
+                inner._skip(next(flag for flag in flags if flag.item()))
         return None if found else optimizer.step(*args, **kwargs)
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:

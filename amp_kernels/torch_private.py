@@ -55,6 +55,16 @@ def is_in_backward() -> bool:
     return ask is not None and ask() != -1
 
 
+def note_skipped_step(optimizer: Any) -> None:
+    """Tell torch's schedulers that a step of `optimizer` was due, although the host skipped it.
+
+    Otherwise the first step of a scheduler would warn that it "was called before `optimizer.step()`", when only the
+    first step overflowed. A torch whose schedulers read another attribute warns as it does under its own scaler.
+    """
+    if hasattr(getattr(optimizer, "step", None), "_wrapped_by_lr_sched"):
+        optimizer._opt_called = True
+
+
 def dispatch_modes() -> list[Any] | None:
     """Return the dispatch modes of this thread, the innermost last. If torch has no function for it, return None.
 

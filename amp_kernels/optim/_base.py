@@ -158,6 +158,17 @@ class FusedOptimizer(WithCheckpoints):
         return None if self._norm is None else self._norm.clone()
 
     @property
+    def step_was_skipped(self) -> Tensor:
+        """Whether a scaler skipped the last step: a 0-dim bool tensor, on the device of the scaler's verdict.
+
+        Making it does not wait for the device. Reading it, as ``if optimizer.step_was_skipped`` does, waits if the
+        device is a GPU. It is False before the first step and without a scaler. Read it before gradients are checked
+        again, by the next `scaler.unscale_` or `scaler.step`.
+        """
+        found_inf = self._last_found_inf
+        return torch.tensor(False, device="cpu") if found_inf is None else found_inf != 0
+
+    @property
     def _step_supports_amp_scaling(self) -> bool:
         """Whether a scaler may set ``grad_scale`` and ``found_inf`` instead of unscaling and waiting for the device.
 

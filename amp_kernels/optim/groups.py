@@ -1,0 +1,133 @@
+"""The usual parameter groups: no weight decay for biases and norms, smaller learning rates for lower layers."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import numbers
+from collections.abc import Callable, Collection
+from typing import Any
+
+from torch import nn
+
+_NORMS = (nn.LayerNorm, nn.RMSNorm)  # the weights of torch's other norms have one dimension
+
+
+def param_groups(
+    model: nn.Module,
+    lr: float,
+    *,
+    weight_decay: float = 0.0,
+    no_decay: Collection[str] = (),
+    layer_decay: float = 1.0,
+    layer_of: Callable[[str], int] | None = None,
+) -> list[dict[str, Any]]:
+    """Make the usual parameter groups of a model: no weight decay for biases and norms, and layer-wise learning rates.
+
+    Weight decay is 0 for parameters with at most one dimension, for biases, for the parameters of torch's norms, and
+    for those that match `no_decay`. Formula of the learning rate: ``lr * layer_decay ** (last - layer)``, where `layer`
+    is the number of the parameter's layer and `last` is the highest number (Clark et al. 2020, ELECTRA).
+
+    Parameters that share both numbers are in one group. Their names come along, so that `GradScaler.last_overflow` can
+    name them. Frozen parameters are left out. The fused optimizers update all groups in the same launches, however many
+    there are. Any further option, such as `state_dtype`, can be added to the groups.
+
+    Args:
+        model: The model.
+        lr: Learning rate of the highest layer, at least 0.
+        weight_decay: Of all parameters but those above, at least 0.
+        no_decay: Further parameters without weight decay: names, in which ``*`` stands for any text, such as
+            "embeddings.*".
+        layer_decay: A number above 0 and up to 1, often 0.65 to 0.9. If it is 1, all layers have the same learning
+            rate.
+        layer_of: A function of a parameter's name that returns the number of its layer, from 0. By default, the
+            longest ModuleList or Sequential of the model holds layers 1, 2, and so on. Parameters before it
+            (embeddings) are layer 0. Parameters after it (the head) are the highest layer.
+
+    Returns:
+        The groups, for the `params` of an optimizer. The keys of each are "params", "lr" and "weight_decay".
+
+    Raises:
+        TypeError: `model` is not a Module, `lr`, `weight_decay` or `layer_decay` is not a number, or `no_decay` is a
+            str.
+        ValueError: A number is out of its range, no parameter matches a pattern, `layer_of` returned anything but an
+            integer of at least 0, or `layer_decay` is not 1 and the model has neither a ModuleList nor a Sequential.
+
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 2))
+        >>> groups = amp_kernels.optim.param_groups(model, 1e-3, weight_decay=0.1)
+        >>> [(group["weight_decay"], [name for name, _ in group["params"]]) for group in groups]
+        [(0.1, ['0.weight', '2.weight']), (0.0, ['0.bias', '1.weight', '1.bias', '2.bias'])]
+        >>> optimizer = amp_kernels.optim.FusedAdamW(groups)
+        >>> groups = amp_kernels.optim.param_groups(model, 1e-3, layer_decay=0.5)
+        >>> [(group["lr"], [name for name, _ in group["params"]]) for group in groups]
+        [(0.00025, ['0.weight', '0.bias']), (0.0005, ['1.weight', '1.bias']), (0.001, ['2.weight', '2.bias'])]
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"param_groups: model must be a torch Module, got a {type(model).__name__}")
+    if isinstance(no_decay, str):
+        raise TypeError(f"param_groups: no_decay must be a list of names, got the str {no_decay!r}")
+    _check_number("lr", lr, 0, math.inf)
+    _check_number("weight_decay", weight_decay, 0, math.inf)
+    _check_number("layer_decay", layer_decay, math.ulp(0.0), 1)
+    params = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    for pattern in no_decay:
+        if not fnmatch.filter(params, pattern):
+            raise ValueError(
+                f"param_groups: no_decay must match parameters that train, got {pattern!r}, which matches none"
+            )
+    layers = _layers(model, list(params), layer_of) if layer_decay != 1 else dict.fromkeys(params, 0)
+    last = max(layers.values(), default=0)
+    norms = {
+        id(p) for module in model.modules() if isinstance(module, _NORMS) for p in module.parameters(recurse=False)
+    }
+    groups: dict[tuple[float, float], dict[str, Any]] = {}
+    for name, p in params.items():
+        is_left_out = p.ndim <= 1 or name.rpartition(".")[2] == "bias" or id(p) in norms
+        is_left_out = is_left_out or any(fnmatch.fnmatchcase(name, pattern) for pattern in no_decay)
+        own = lr * layer_decay ** (last - layers[name]), 0.0 if is_left_out else weight_decay
+        group = groups.setdefault(own, {"params": [], "lr": own[0], "weight_decay": own[1]})
+        group["params"].append((name, p))
+    return list(groups.values())
+
+
+def _check_number(name: str, value: Any, least: float, most: float) -> None:
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not least <= value <= most or value == math.inf:
+        error = ValueError if is_number else TypeError
+        wanted = "a number above 0 and up to 1" if most == 1 else "a finite number of at least 0"
+        raise error(f"param_groups: {name} must be {wanted}, got {value!r}")
+
+
+def _layers(model: nn.Module, names: list[str], layer_of: Callable[[str], int] | None) -> dict[str, int]:
+    """Returns the number of each parameter's layer."""
+    if layer_of is None:
+        return _layers_of_longest_list(model, names)
+    layers = {name: layer_of(name) for name in names}
+    for name, layer in layers.items():
+        if not isinstance(layer, int) or isinstance(layer, bool) or layer < 0:
+            raise ValueError(f"param_groups: layer_of must return an integer of at least 0, got {layer!r} for {name!r}")
+    return layers
+
+
+def _layers_of_longest_list(model: nn.Module, names: list[str]) -> dict[str, int]:
+    lists = {
+        name: module for name, module in model.named_modules() if isinstance(module, (nn.ModuleList, nn.Sequential))
+    }
+    if not lists:
+        raise ValueError(
+            f"param_groups: model must have a ModuleList or Sequential of layers, got a {type(model).__name__} without "
+            "one; pass layer_of, a function that returns the layer of a parameter's name"
+        )
+    longest = max(lists, key=lambda name: len(lists[name]))  # the first of several
+    prefix = f"{longest}." if longest else ""
+    children = {child: i for i, child in enumerate(dict(lists[longest].named_children()), 1)}
+    layers, layer = {}, 0
+    for name in names:  # in the order of definition
+        child = name.removeprefix(prefix).partition(".")[0] if name.startswith(prefix) else None
+        if child in children:
+            layer = children[child]
+        elif layer:
+            layer = len(children) + 1
+        layers[name] = layer
+    return layers

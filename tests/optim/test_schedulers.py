@@ -1,0 +1,183 @@
+"""Learning rate schedulers under loss scaling: skipped steps are told, not counted, and torch never warns of them."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import lr_scheduler
+
+import amp_kernels
+from amp_kernels import GradScaler, amp
+from amp_kernels.optim import FusedAdamW, FusedSGD, SkipAwareScheduler
+from amp_kernels.optim import schedulers as module
+
+SKIPPED = (0, 3, 4)
+STEPS = 8
+
+
+def train(
+    optimizer: Any, weight: Tensor, scaler: Any, scheduler: Any, skipped: tuple[int, ...] = SKIPPED
+) -> list[bool]:
+    """Whether each step was skipped, as the optimizer says."""
+    said = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = weight.sum() * (torch.inf if step in skipped else 1)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        said.append(bool(getattr(optimizer, "step_was_skipped", False)))
+        scheduler.step()
+    return said
+
+
+def weight_of(dtype: torch.dtype = torch.float32) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.ones(3, dtype=dtype))
+
+
+@pytest.mark.parametrize("scaler", [GradScaler, torch.amp.GradScaler], ids=["ours", "torchs"])
+def test_skipped_steps_are_told_and_not_counted(scaler: type) -> None:
+    weight = weight_of()
+    optimizer = FusedSGD([weight], lr=1.0)
+    rates: list[float] = []
+    optimizer.register_step_pre_hook(lambda o, *_: rates.append(o.param_groups[0]["lr"]))
+    scheduler = SkipAwareScheduler(lr_scheduler.LambdaLR(optimizer, lambda n: 0.5**n))
+    assert isinstance(scheduler, lr_scheduler.LRScheduler) and scheduler.optimizer is optimizer
+    assert not optimizer.step_was_skipped
+    said = train(optimizer, weight, scaler("cpu", init_scale=8.0), scheduler)
+    assert said == [step in SKIPPED for step in range(STEPS)]
+    counted = [sum(before not in SKIPPED for before in range(step - 1)) for step in range(STEPS)]
+    assert rates == [0.5**n for n in counted]
+    assert scheduler.last_epoch == STEPS - len(SKIPPED) - 1 and scheduler.get_last_lr() == [0.5**scheduler.last_epoch]
+
+
+def test_nothing_is_late_without_a_scaler() -> None:
+    weight = weight_of()
+    optimizer = FusedSGD([weight], lr=1.0)
+    scheduler = SkipAwareScheduler(lr_scheduler.ExponentialLR(optimizer, 0.5))
+    train(optimizer, weight, GradScaler("cpu", enabled=False), scheduler, ())
+    assert scheduler.get_last_lr() == [0.5**STEPS]
+
+
+def test_the_host_reads_a_verdict_one_iteration_after_its_copy_began(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a read waits for the copy, so the copy of the newest verdict must not be read."""
+    events: list[tuple[str, int]] = []
+
+    def read_later(found_inf: Tensor) -> Any:
+        value, number = bool(found_inf), len([1 for what, _ in events if what == "copy"])
+        events.append(("copy", number))
+
+        def read() -> bool:
+            events.append(("read", number))
+            return value
+
+        return read
+
+    monkeypatch.setattr(module, "_read_later", read_later)
+    weight = weight_of()
+    optimizer = FusedSGD([weight], lr=1.0)
+    train(optimizer, weight, GradScaler("cpu"), SkipAwareScheduler(lr_scheduler.ExponentialLR(optimizer, 0.5)))
+    assert events == [("copy", 0), *(pair for n in range(1, STEPS) for pair in [("copy", n), ("read", n - 1)])]
+
+
+@pytest.mark.parametrize("saved_after", [1, 4, 6], ids="after-{}".format)
+def test_resuming_continues_exactly(saved_after: int) -> None:
+    """Also where the verdict that was not counted yet is "skipped", and reading it for a checkpoint changes nothing."""
+
+    def start() -> tuple[Any, ...]:
+        weight = weight_of(torch.float16)
+        optimizer = FusedAdamW([weight], lr=1.0)
+        scheduler = SkipAwareScheduler(lr_scheduler.ExponentialLR(optimizer, 0.5))
+        return weight, optimizer, GradScaler("cpu", init_scale=8.0), scheduler
+
+    def run(steps: range, weight: Any, optimizer: Any, scaler: Any, scheduler: Any) -> None:
+        for step in steps:
+            train_one(step, weight, optimizer, scaler, scheduler)
+
+    def train_one(step: int, weight: Any, optimizer: Any, scaler: Any, scheduler: Any) -> None:
+        optimizer.zero_grad()
+        scaler.scale(weight.sum() * (torch.inf if step in SKIPPED else 1)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+
+    whole, again = start(), start()
+    run(range(saved_after), *whole)
+    saved = [part.state_dict() for part in whole[1:]]
+    assert saved[2]["was_skipped"] == (saved_after - 1 in SKIPPED)
+    again[0].data.copy_(whole[0].data)
+    for part, state in zip(again[1:], saved, strict=True):
+        part.load_state_dict(state)
+    for parts in (whole, again):
+        run(range(saved_after, STEPS), *parts)
+    assert torch.equal(again[1].master(again[0]), whole[1].master(whole[0]))
+    assert again[3].state_dict() == whole[3].state_dict()
+
+
+def test_what_is_refused() -> None:
+    theirs, ours = torch.optim.SGD([weight_of()], lr=1.0), FusedSGD([weight_of()], lr=1.0)
+    with pytest.raises(
+        TypeError, match=r"scheduler must be one of torch.optim.lr_scheduler that counts steps, got a Fused"
+    ):
+        SkipAwareScheduler(ours)
+    with pytest.raises(TypeError, match="that counts steps, got a ReduceLROnPlateau"):
+        SkipAwareScheduler(lr_scheduler.ReduceLROnPlateau(ours))
+    with pytest.raises(TypeError, match=r"optimizer of scheduler must be one of amp_kernels.optim, got a SGD"):
+        SkipAwareScheduler(lr_scheduler.StepLR(theirs, 2))
+    plain = lr_scheduler.StepLR(ours, 2)
+    scheduler = SkipAwareScheduler(plain)
+    with pytest.raises(ValueError, match="must have the keys scheduler and was_skipped, got step_size"):
+        scheduler.load_state_dict(plain.state_dict())
+    with pytest.raises(ValueError, match="epoch must be None, got 3"):
+        scheduler.step(3)
+
+
+class Overridden(FusedSGD):
+    """The scaler skips its steps on the host, without a call of `step`."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD, Overridden], ids=["torchs", "ours", "overridden"])
+def test_torch_warns_of_no_skip(make: Any) -> None:
+    """torch says "Detected call of `lr_scheduler.step()` before `optimizer.step()`", if the first step is skipped."""
+    weight = weight_of()
+    optimizer = make([weight], lr=1.0)
+    schedulers = [lr_scheduler.StepLR(optimizer, 2)]
+    if isinstance(optimizer, FusedSGD):
+        schedulers.append(SkipAwareScheduler(lr_scheduler.StepLR(optimizer, 2)))
+    for scheduler in schedulers:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            train(optimizer, weight, GradScaler("cpu"), scheduler)
+
+
+def test_torch_still_warns_of_a_scheduler_that_steps_first() -> None:
+    optimizer = torch.optim.SGD([weight_of()], lr=1.0)
+    scheduler = lr_scheduler.StepLR(optimizer, 2)
+    with pytest.warns(UserWarning, match=r"Detected call of `lr_scheduler.step\(\)` before `optimizer.step\(\)`"):
+        scheduler.step()
+
+
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_amp_initialize_leaves_schedulers_without_a_warning(level: str) -> None:
+    """A scheduler made before it had wrapped the step of torch's optimizer."""
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = lr_scheduler.SequentialLR(
+        optimizer, [lr_scheduler.LinearLR(optimizer, 0.25, 1.0, 4), lr_scheduler.ConstantLR(optimizer, 1.0)], [4]
+    )
+    before = optimizer.param_groups[0]["lr"]
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert optimizer.param_groups[0]["lr"] == before == 0.25 and optimizer._step_supports_amp_scaling
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with amp_kernels.amp.scale_loss(model(torch.ones(1, 3)).sum(), optimizer) as loss:
+            loss.backward()
+        optimizer.step()
+        scheduler.step()
