@@ -18,7 +18,7 @@ FORMATTED = $(shell find csrc tests/harness -name '*.h' -o -name '*.cuh' -o -nam
 
 CLIENTS := $(VENV)/clients
 
-.PHONY: demo test nightly faults test-slow test-clients test-matrix installs wheel docs docs-browser lint format bench experiments asan-events gpu-check build venv clean
+.PHONY: demo test nightly faults test-slow test-clients test-clients-newest test-matrix installs wheel docs docs-browser lint format bench experiments asan-events gpu-check build venv clean
 
 demo: build
 	$(BIN)/python -m benchmarks.demo $(DEMO_ARGS)
@@ -40,7 +40,7 @@ test test-slow:
 nightly: SLOW := -m nightly --dist load
 nightly: $(VENV)/cuda12 test
 	$(MAKE) docs-browser
-	$(MAKE) test-clients
+	$(MAKE) test-clients-newest
 	$(MAKE) test-matrix MATRIX=torch
 	$(MAKE) asan-events EVENTS_ARGS='--seconds 600'
 
@@ -53,6 +53,10 @@ faults: build $(VENV)/toolkit $(VENV)/oldest_triton
 test-clients: $(CLIENTS)/made
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(CLIENTS)/bin/python -m pytest -n 2 $(PYTEST_ARGS) tests/clients/trainers/*_clients.py \
 	  tests/package/test_api.py tests/package/test_docstrings.py
+
+# The same with the newest trainers that install, in a venv of their own; `make test-clients` has the pinned ones.
+test-clients-newest:
+	$(MAKE) test-clients CLIENTS=$(VENV)/newest NEWEST='accelerate hydra-core lightning timm transformers'
 
 # One wheel serves every Python >= 3.10 and every torch >= 2.10, on CUDA those of its major. What build/lib is left with
 # would be packed too. auditwheel names the oldest glibc in the tag; torch's libraries stay torch's.
@@ -169,6 +173,7 @@ $(CLIENTS)/made: $(VENV)/built
 	  > $$site/torchvision.pth
 	$(BIN)/pip list --format=freeze | grep -E '^(amp-kernels|numpy|torch)==' > $(CLIENTS)/constraints.txt
 	$(BIN)/pip --python $(CLIENTS)/bin/python install -q -c $(CLIENTS)/constraints.txt 'amp-kernels[clients]'
+	$(if $(NEWEST),$(BIN)/pip --python $(CLIENTS)/bin/python install -q --upgrade -c $(CLIENTS)/constraints.txt $(NEWEST))
 	touch $@
 
 # What the extra `docs` in pyproject.toml lists, without the package itself, which would bring torch.
