@@ -46,7 +46,7 @@ nightly: $(VENV)/cuda12 test
 
 # The test of the tests: each planted fault must make a test fail. All of them take 2 to 3 hours on two cores;
 # FAULTS_ARGS=amp_ tries those whose names begin so.
-faults: build $(VENV)/toolkit $(VENV)/oldest_triton
+faults: build $(VENV)/toolkit $(VENV)/oldest_triton $(CLIENTS)/made
 	$(BIN)/python tests/faults/run --trust $(FAULTS_ARGS)
 
 # Hubs are never asked: models are made from their configurations. They are tiny, and two processes test: one thread.

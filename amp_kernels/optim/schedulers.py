@@ -75,7 +75,7 @@ class SkipAwareScheduler(LRScheduler):
         self._was_skipped: Callable[[], bool] | None = None
 
     @property
-    def last_epoch(self) -> int:
+    def last_epoch(self) -> int:  # type: ignore[override]
         """Number of steps of the scheduler."""
         return self.scheduler.last_epoch
 

@@ -67,10 +67,16 @@ def is_ours(thing: Any) -> bool:
 
 
 def members(name: str, kind: type) -> Iterator[str]:
-    """Constructor, methods and properties that `kind` has of us, not of torch or Python."""
+    """Constructor, methods and properties that `kind` has of us, not of torch or Python.
+
+    Of a class for a trainer, what overrides a method of the trainer's own class is left out: the trainer calls it.
+    """
     attributes: dict[str, Any] = {}
     for base in reversed([base for base in kind.__mro__ if is_ours(base)]):
         attributes |= vars(base)
+    if name.startswith(integrations.__name__):
+        of_trainer = {attribute for base in kind.__mro__ if not is_ours(base) for attribute in vars(base)}
+        attributes = {key: value for key, value in attributes.items() if key == "__init__" or key not in of_trainer}
     has_constructor = attributes.keys() & {"__init__", "__new__"}
     yield name + (signature(kind) if has_constructor else ": class")
     for attribute, value in attributes.items():

@@ -21,7 +21,7 @@ RECIPES = [block for block in BLOCKS if OURS in block.code]
 TRAINERS = ["transformers", "accelerate", "lightning"]
 
 
-def by_hand(params: Any, *, max_grad_norm: float, **options: Any) -> torch.optim.Optimizer:
+def by_hand(params: Any, *, max_grad_norm: float | None = None, **options: Any) -> torch.optim.Optimizer:
     make = functools.partial(torch.optim.SGD, foreach=False, **options)
     return OnMasters(make, params, max_grad_norm)
 

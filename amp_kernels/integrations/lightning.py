@@ -1,0 +1,426 @@
+"""The fused optimizers in Lightning: clipping and loss scaling, averages of the masters, and values for loggers.
+
+The classes are for the package `lightning`. The older package `pytorch_lightning` has other base classes, and its
+Trainer refuses them.
+
+Examples:
+    >>> from lightning import Trainer
+    >>> from amp_kernels.integrations.lightning import FusedEMA, FusedPrecision, OptimizerMonitor
+    >>> callbacks = [FusedEMA(decay=0.999), OptimizerMonitor()]
+    >>> plugin = FusedPrecision("bf16-true")
+    >>> trainer = Trainer(plugins=plugin, gradient_clip_val=1.0, callbacks=callbacks, accelerator="cpu")
+    >>> trainer.precision
+    'bf16-true'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from ..grad_scaler import GradScaler
+from ..optim import ema_
+from ..optim._base import FusedOptimizer
+
+__all__ = ["FusedEMA", "FusedPrecision", "OptimizerMonitor"]
+
+_PRECISIONS = ("16-mixed", "bf16-mixed", "16-true", "bf16-true")
+# Under this key Lightning's own plugin saves the state of its scaler, and looks for it.
+_KEY_OF_LIGHTNING = MixedPrecision.__qualname__
+
+
+class FusedPrecision(MixedPrecision):
+    """Precision plugin for `Trainer(plugins=...)` whose `gradient_clip_val` works with the fused optimizers.
+
+    Forward passes run as under the Trainer's ``precision`` of the same name. In two things the plugin differs:
+
+    - A fused optimizer clips by `gradient_clip_val` inside its step, as with `max_grad_norm`. No other pass over the
+      gradients is needed. Lightning's own mixed precision raises an error.
+    - fp16 uses `amp_kernels.GradScaler`, also with "16-true", for which Lightning has no scaler. Steps of a fused
+      optimizer do not wait for the device.
+
+    If a module or a callback overrides `on_before_optimizer_step`, or the module `configure_gradient_clipping`, this
+    hook may read the gradients. The scaler then unscales them first, which takes one pass. The same holds for
+    `gradient_clip_algorithm="value"`, for DTensors (ModelParallelStrategy), for `clip_gradients` in manual optimization
+    before the step, and for other optimizers. These are clipped by torch.
+
+    A fused optimizer may have a `max_grad_norm` of its own. The Trainer then must have the same `gradient_clip_val`, or
+    none.
+
+    The scaler is saved in checkpoints. Checkpoints of Lightning's own "16-mixed" load here, and those of this plugin
+    load there.
+
+    Args:
+        precision: "16-mixed", "bf16-mixed", "16-true" or "bf16-true".
+        scaler: For fp16 only. The default is an `amp_kernels.GradScaler` for the device of the module. If losses are
+            fp16, as "16-true" may make them, give it `max_scale=2.0**15`.
+
+    Attributes:
+        scaler: The scaler. None for bf16, and for fp16 until the Trainer has placed the module on its device.
+
+    Raises:
+        TypeError: `scaler` is not a `torch.amp.GradScaler`. (`amp_kernels.GradScaler` is one.)
+        ValueError: `precision` is another one, or a scaler was given for bf16.
+
+    Examples:
+        >>> from lightning import Trainer
+        >>> from amp_kernels.integrations.lightning import FusedPrecision
+        >>> trainer = Trainer(plugins=FusedPrecision("bf16-mixed"), gradient_clip_val=1.0, accelerator="cpu")
+        >>> trainer.precision
+        'bf16-mixed'
+    """
+
+    def __init__(self, precision: str = "bf16-mixed", scaler: torch.amp.GradScaler | None = None) -> None:
+        if precision not in _PRECISIONS:
+            raise ValueError(
+                f"FusedPrecision: precision must be one of {', '.join(_PRECISIONS)}, got {precision!r}; for fp32 leave "
+                "the plugin out"
+            )
+        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+            raise TypeError(f"FusedPrecision: scaler must be a torch.amp.GradScaler, got a {type(scaler).__name__}")
+        if scaler is not None and precision.startswith("bf16"):
+            raise ValueError(f"FusedPrecision: scaler must be None with {precision}, since bf16 needs no loss scaling")
+        super().__init__("bf16-mixed", "cpu")  # refuses "true"; `connect` sets the device
+        self.precision, self.scaler = precision, scaler
+        self._half = HalfPrecision(precision) if precision.endswith("-true") else None
+        self._stepping: Any = None  # the optimizer whose step is in progress
+
+    def connect(self, model: torch.nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
+        """Read the device from the module. Lightning calls this after it has placed the module there."""
+        param = next(model.parameters(), None)
+        self.device = "cpu" if param is None else param.device.type
+        if self.scaler is None and self.precision.startswith("16"):
+            self.scaler = GradScaler(self.device)
+        return super().connect(model, optimizers, lr_schedulers)
+
+    # ------------------------------------------------------------------ what Lightning's HalfPrecision does for "true"
+    def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Cast the module to 16 bits if `precision` is a "true" one."""
+        return module if self._half is None else self._half.convert_module(module)
+
+    def convert_input(self, data: Any) -> Any:
+        """Cast floating-point inputs to 16 bits if `precision` is a "true" one."""
+        return data if self._half is None else self._half.convert_input(data)
+
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        """Return the context in which tensors of the module are made."""
+        return super().tensor_init_context() if self._half is None else self._half.tensor_init_context()
+
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        """Return the context in which the module is made."""
+        return super().module_init_context() if self._half is None else self._half.module_init_context()
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Return the context of forward passes: autocast, or a default dtype if `precision` is a "true" one."""
+        return super().forward_context() if self._half is None else self._half.forward_context()
+
+    # -------------------------------------------------------------------------------------------- steps and clipping
+    def optimizer_step(self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        """Run the closure and step the optimizer, under the scaler if there is one."""
+        with self._step_of(optimizer):
+            if self.scaler is None or isinstance(optimizer, torch.optim.LBFGS):  # which Lightning refuses in words
+                return super().optimizer_step(optimizer, model, closure, **kwargs)
+            result = closure()
+            is_skipped = result is None and model.automatic_optimization  # `training_step` returned None
+            if not is_skipped and _reads_gradients(model):
+                self._unscale(optimizer)
+            self._after_closure(model, optimizer)  # hooks and clipping; only Precision's private method calls them
+            if is_skipped:
+                return None
+            result = self.scaler.step(optimizer, **kwargs)
+            self.scaler.update()
+            return result
+
+    @contextmanager
+    def _step_of(self, optimizer: Any) -> Iterator[None]:
+        """Notes that a step is in progress. Afterwards the optimizer has the `max_grad_norm` that it had before."""
+        groups = optimizer.param_groups if isinstance(optimizer, FusedOptimizer) else []
+        kept = [group["max_grad_norm"] for group in groups]
+        self._stepping = optimizer
+        try:
+            yield
+        finally:
+            self._stepping = None
+            for group, max_grad_norm in zip(groups, kept, strict=True):
+                group["max_grad_norm"] = max_grad_norm
+
+    def clip_gradients(
+        self,
+        optimizer: Any,
+        clip_val: float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        """Clip gradients, or let the step in progress clip them. Lightning and `self.clip_gradients` call this.
+
+        Args:
+            optimizer: The optimizer, or the object that `self.optimizers()` returns.
+            clip_val: The norm or value to clip by. 0 or less does not clip.
+            gradient_clip_algorithm: By the norm of all gradients, or each element by value.
+
+        Raises:
+            ValueError: `clip_val` differs from the optimizer's `max_grad_norm`. Weights have not changed.
+        """
+        if isinstance(optimizer, LightningOptimizer):
+            optimizer = optimizer.optimizer
+        if clip_val <= 0:
+            return
+        is_by_norm = gradient_clip_algorithm == GradClipAlgorithmType.NORM
+        is_ours = isinstance(optimizer, FusedOptimizer)
+        # With DTensors a step sees this rank's part of the gradients only.
+        if is_by_norm and optimizer is self._stepping and is_ours and not _is_sharded(optimizer):
+            _set_max_grad_norm(optimizer, clip_val)
+            return
+        if self.scaler is not None:
+            self._unscale(optimizer)
+        # Not MixedPrecision's method, which raises an error for optimizers that read the scale in their step.
+        Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
+
+    def _unscale(self, optimizer: Any) -> None:
+        """Unscales the gradients of this step, unless that was done."""
+        assert self.scaler is not None
+        # A second call of `unscale_` raises an error, and no public method tells whether there was a first one.
+        states = self.scaler._per_optimizer_states
+        if self.scaler.is_enabled() and states[id(optimizer)]["stage"] is OptState.READY:
+            self.scaler.unscale_(optimizer)
+
+    # ---------------------------------------------------------------------------------------------------- checkpoints
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Save the scaler under the key of Lightning's plugin too, so that the checkpoint also loads there."""
+        if self.scaler is not None:
+            checkpoint[_KEY_OF_LIGHTNING] = self.state_dict()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Load the scaler from a checkpoint of Lightning's plugin."""
+        if type(self).__qualname__ not in checkpoint and _KEY_OF_LIGHTNING in checkpoint:
+            self.load_state_dict(checkpoint[_KEY_OF_LIGHTNING])
+
+
+def _reads_gradients(module: LightningModule) -> bool:
+    """Whether the module or a callback overrides a hook between backward pass and step, where gradients may be read."""
+    hooked = (module, *module.trainer.callbacks)
+    return is_overridden("configure_gradient_clipping", module) or any(
+        is_overridden("on_before_optimizer_step", one) for one in hooked
+    )
+
+
+def _is_sharded(optimizer: torch.optim.Optimizer) -> bool:
+    return any(isinstance(param, DTensor) for group in optimizer.param_groups for param in group["params"])
+
+
+def _set_max_grad_norm(optimizer: FusedOptimizer, clip_val: float) -> None:
+    if optimizer.max_grad_norm not in (None, clip_val):
+        raise ValueError(
+            f"FusedPrecision: gradient_clip_val must be the max_grad_norm of {type(optimizer).__name__}, which is "
+            f"{optimizer.max_grad_norm}, got {clip_val}; leave one of the two out"
+        )
+    for group in optimizer.param_groups:
+        group["max_grad_norm"] = clip_val
+
+
+class OptimizerMonitor(Callback):
+    """Callback that logs the gradient norm, the loss scale and the number of skipped steps.
+
+    The values go through `log`, so they reach all loggers, every `log_every_n_steps` steps, and
+    `trainer.callback_metrics`. They stay on the device until Lightning logs them, so steps in between do not wait.
+
+    - `grad_norm`: The norm before clipping. With several fused optimizers there is a `grad_norm-0`, a `grad_norm-1`
+      and so on, in the order of `trainer.optimizers`. It is there if a step measures it: if the optimizer clips inside
+      its step, or under `amp_kernels.GradScaler`. After an overflow it is NaN or inf.
+    - `loss_scale`: The scale for the next step. It is there under a scaler.
+    - `skipped_steps`: The number of skipped steps since the scaler was made, resumed runs included. It is there under
+      `amp_kernels.GradScaler`.
+
+    Examples:
+        >>> from lightning import Trainer
+        >>> from amp_kernels.integrations.lightning import FusedPrecision, OptimizerMonitor
+        >>> plugin, callbacks = FusedPrecision("16-mixed"), [OptimizerMonitor()]
+        >>> trainer = Trainer(plugins=plugin, callbacks=callbacks, log_every_n_steps=50, accelerator="cpu")
+    """
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
+        """Pass the values to `log`."""
+        norms = [o.grad_norm for o in trainer.optimizers if isinstance(o, FusedOptimizer)]
+        names = ["grad_norm"] if len(norms) == 1 else [f"grad_norm-{i}" for i in range(len(norms))]
+        values: dict[str, Tensor | None] = dict(zip(names, norms, strict=True))
+        scaler = trainer.scaler
+        if scaler is not None and scaler.is_enabled():
+            values["loss_scale"] = scaler._get_scale_async()  # the public method, get_scale(), waits for the device
+        if isinstance(scaler, GradScaler):
+            values["skipped_steps"] = scaler.skipped_steps.float()
+        known = {name: value for name, value in values.items() if value is not None}
+        pl_module.log_dict(known, on_step=True, on_epoch=False, batch_size=1)
+
+
+class FusedEMA(Callback):
+    """Callback that keeps an exponential moving average of the masters, and evaluates with it.
+
+    Each step of a fused optimizer is followed by `amp_kernels.optim.ema_`. Skipped steps do not count, nor do batches
+    that only accumulate gradients. Validation, testing and prediction use the averages, rounded to the dtype of the
+    weights. Afterwards the weights and their masters have the same bits as before, so the training is the same with and
+    without this callback. After training the weights are those of the last step, not the averages.
+
+    Buffers, such as the statistics of batch norm, are not averaged. The averages take 4 bytes per weight, and
+    evaluation takes one more copy of the weights.
+
+    A checkpoint holds the averages in fp32 as `checkpoint["ema_state_dict"]`, by the names of the module's parameters.
+    `module.load_state_dict(checkpoint["ema_state_dict"], strict=False)` loads them. With `save_weights_only=True`
+    Lightning does not ask callbacks, and they are missing.
+
+    Args:
+        decay: From 0 to 1. Averages become `decay * average + (1 - decay) * master`.
+
+    Raises:
+        TypeError: `decay` is not a number. When training begins: an optimizer is not from `amp_kernels.optim`, or its
+            parameters are DTensors.
+        ValueError: `decay` is out of range. When training or evaluation begins: averages of a checkpoint do not fit the
+            parameters.
+
+    Examples:
+        >>> from lightning import Trainer
+        >>> from amp_kernels.integrations.lightning import FusedEMA
+        >>> trainer = Trainer(callbacks=FusedEMA(decay=0.999), accelerator="cpu")
+    """
+
+    def __init__(self, decay: float = 0.999) -> None:
+        if isinstance(decay, bool) or not isinstance(decay, (int, float)):
+            raise TypeError(f"FusedEMA: decay must be a number from 0 to 1, got {decay!r}")
+        if not 0 <= decay <= 1:
+            raise ValueError(f"FusedEMA: decay must be a number from 0 to 1, got {decay!r}")
+        self.decay = decay
+        self._averages: dict[Tensor, Tensor] = {}  # by parameter
+        self._weights: dict[Tensor, Tensor] = {}  # what the weights were, while the averages are in their place
+        self._loaded: dict[str, Tensor] | None = None  # from a checkpoint; by name, until the module is on its device
+        self._handles: list[RemovableHandle] = []
+
+    # ------------------------------------------------------------------------------------------------------- training
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin with the masters, or with the averages of a checkpoint, and follow the steps of all optimizers."""
+        for optimizer in trainer.optimizers:
+            if not isinstance(optimizer, FusedOptimizer):
+                raise TypeError(
+                    f"FusedEMA: optimizers must be of amp_kernels.optim, got a {type(optimizer).__name__}; use "
+                    "lightning.pytorch.callbacks.EMAWeightAveraging"
+                )
+            if _is_sharded(optimizer):
+                raise TypeError(
+                    "FusedEMA: parameters must not be sharded, got a DTensor; call amp_kernels.optim.ema_ in the module"
+                )
+        self._adopt_loaded(pl_module)
+        params = set(pl_module.parameters())  # the callback may have been used with another module before
+        self._averages = {param: average for param, average in self._averages.items() if param in params}
+        for optimizer in trainer.optimizers:
+            self._averages_of(optimizer)
+            self._handles.append(optimizer.register_step_post_hook(self._after_step))
+
+    def _after_step(self, optimizer: FusedOptimizer, args: Any, kwargs: Any) -> None:
+        ema_(self._averages_of(optimizer), optimizer, self.decay)
+
+    def _averages_of(self, optimizer: FusedOptimizer) -> list[Tensor]:
+        """Returns the averages in the order that `ema_` takes. That of a new parameter begins with the master."""
+        averages = []
+        for name, _, param in optimizer._named_parameters():
+            if param not in self._averages:
+                self._averages[param] = optimizer._master(name, param)
+            averages.append(self._averages[param])
+        return averages
+
+    def _stop(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop following the optimizers."""
+        self._stop()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Put the weights back if evaluation was interrupted."""
+        self._put_back()
+        self._stop()
+
+    # ----------------------------------------------------------------------------------------------------- evaluation
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Put the averages in place of the weights."""
+        self._put_in(pl_module)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Put the averages in place of the weights."""
+        self._put_in(pl_module)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Put the averages in place of the weights."""
+        self._put_in(pl_module)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Put the weights back. Lightning calls this before the callbacks that save checkpoints."""
+        self._put_back()
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Put the weights back."""
+        self._put_back()
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Put the weights back."""
+        self._put_back()
+
+    @torch.no_grad()
+    def _put_in(self, pl_module: LightningModule) -> None:
+        self._adopt_loaded(pl_module)
+        self._weights = {param: param.detach().clone() for param in self._averages}
+        for param, average in self._averages.items():
+            param.copy_(average)
+
+    @torch.no_grad()
+    def _put_back(self) -> None:
+        """Masters come back with the weights: the optimizer's remainders have not changed."""
+        for param, weight in self._weights.items():
+            param.copy_(weight)
+        self._weights = {}
+
+    # ---------------------------------------------------------------------------------------------------- checkpoints
+    def state_dict(self) -> dict[str, Any]:
+        """Return an empty dict. Since this method is here, Lightning refuses two of these callbacks in one Trainer."""
+        return {}
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Save the averages. During evaluation, save the weights that the averages replace."""
+        checkpoint["ema_state_dict"] = {
+            name: self._averages[param] for name, param in _named(pl_module).items() if param in self._averages
+        }
+        for name, param in _named(pl_module).items():
+            if param in self._weights:
+                checkpoint["state_dict"][name] = self._weights[param]
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Keep the averages of a checkpoint until the module is on its device."""
+        self._loaded = checkpoint.get("ema_state_dict")
+
+    def _adopt_loaded(self, pl_module: LightningModule) -> None:
+        if self._loaded is None:
+            return
+        params = _named(pl_module)
+        for name, average in self._loaded.items():
+            if name not in params or params[name].shape != average.shape:
+                wanted = f"of shape {tuple(params[name].shape)}" if name in params else "a parameter of the module"
+                raise ValueError(
+                    f"FusedEMA: ema_state_dict[{name!r}] of the checkpoint must be {wanted}, got shape "
+                    f"{tuple(average.shape)}; load the checkpoint into the module that saved it"
+                )
+        self._averages = {params[name]: a.to(params[name].device, torch.float32) for name, a in self._loaded.items()}
+        self._loaded = None
+
+
+def _named(module: torch.nn.Module) -> dict[str, Tensor]:
+    return dict(module.named_parameters(remove_duplicate=False))

@@ -1,0 +1,256 @@
+"""transformers: a Trainer that makes the fused optimizers from `TrainingArguments`."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+import os
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers.training_args import OptimizerNames
+
+from ..optim import FusedAdamW, FusedRMSprop, FusedSGD, fp32_state_dict
+from ..optim._base import FusedOptimizer
+from ..optim._wrappers import wrapped
+from ._names import with_dtypes
+from .accelerate import accelerated, fused_scaler
+
+__all__ = ["FusedTrainer"]
+
+_INT8 = {"state_dtype": torch.int8}
+# What `TrainingArguments(optim=...)` chooses. transformers takes only the names in its enum.
+_OPTIMIZERS: dict[OptimizerNames, tuple[type[FusedOptimizer], dict[str, Any]]] = {
+    OptimizerNames.ADAMW_TORCH: (FusedAdamW, {}),
+    OptimizerNames.ADAMW_TORCH_FUSED: (FusedAdamW, {}),
+    OptimizerNames.ADAMW_TORCH_8BIT: (FusedAdamW, _INT8),
+    OptimizerNames.ADAMW_BNB: (FusedAdamW, _INT8),
+    OptimizerNames.ADAMW_8BIT: (FusedAdamW, _INT8),
+    OptimizerNames.SGD: (FusedSGD, {}),
+    OptimizerNames.RMSPROP: (FusedRMSprop, {}),
+    OptimizerNames.RMSPROP_BNB: (FusedRMSprop, {}),
+    OptimizerNames.RMSPROP_32BIT: (FusedRMSprop, {}),
+    OptimizerNames.RMSPROP_8BIT: (FusedRMSprop, _INT8),
+}
+# Options of the optimizers that `TrainingArguments` has under these names.
+_ARGUMENTS = {"lr": "learning_rate", "weight_decay": "weight_decay", "max_grad_norm": "max_grad_norm"}
+_ARGUMENTS_OF_ADAM = {"betas": "adam_beta1 and adam_beta2", "eps": "adam_epsilon"}
+_WITHOUT_EFFECT = ("params", "foreach", "fused", "differentiable", "capturable")
+_LOW = (torch.float16, torch.bfloat16)
+
+
+class FusedTrainer(Trainer):
+    """A `transformers.Trainer` that trains with the optimizers of `amp_kernels.optim`.
+
+    Options come from `TrainingArguments`, as in `Trainer`:
+
+    - `optim` chooses the optimizer: "adamw_torch" and "adamw_torch_fused" (the default) are `FusedAdamW`, "sgd" is
+      `FusedSGD`, "rmsprop" is `FusedRMSprop`. Names with "8bit" are the same optimizers with int8 states.
+    - `optim_args` sets other options, such as "momentum=0.9, state_dtype=int8".
+    - `max_grad_norm` is the norm that the step clips to. This takes no pass over the gradients of its own, and replaces
+      a `max_grad_norm` of the optimizer. The log has `grad_norm`, as in `Trainer`. `Trainer` clips if parameters are
+      sharded, or if a callback has the method `on_pre_optimizer_step`, which may read the gradients.
+    - With `fp16=True` losses are scaled by an `amp_kernels.GradScaler`, which takes fp16 weights too.
+
+    Parameters have the groups that `Trainer` makes, with their names, so that `scaler.last_overflow` can name them. If
+    weights have 16 bits, each saved model has a folder "fp32" with the masters, for `from_pretrained`.
+
+    Optimizers that are passed as `optimizers` or `optimizer_cls_and_kwargs` are used as they are. To extend another
+    trainer, derive from both: `class MyTrainer(FusedTrainer, Seq2SeqTrainer)`.
+
+    Attributes:
+        saves_fp32: Whether saved models have a folder "fp32". It takes 4 bytes per weight, on the disk and, while it is
+            written, on the device.
+
+    Examples:
+        >>> import tempfile
+        >>> from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
+        >>> from amp_kernels.integrations.transformers import FusedTrainer
+        >>> config = BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     arguments = TrainingArguments(folder, optim="sgd", optim_args="momentum=0.9", use_cpu=True)
+        ...     trainer = FusedTrainer(BertForSequenceClassification(config), arguments)
+        >>> optimizer = trainer.create_optimizer()
+        >>> type(optimizer).__name__, optimizer.defaults["momentum"]
+        ('FusedSGD', 0.9)
+    """
+
+    saves_fp32 = True
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator, as in `Trainer`, with an `amp_kernels.GradScaler` if it scales losses."""
+        super().create_accelerator_and_postprocess()
+        self.accelerator.scaler = fused_scaler(self.accelerator)
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(
+        args: TrainingArguments, model: PreTrainedModel | None = None
+    ) -> tuple[type[FusedOptimizer], dict[str, Any]]:
+        """Return the fused optimizer that `TrainingArguments` choose, and its options.
+
+        Args:
+            args: The training arguments. `optim` and `optim_args` are described in the class.
+            model: Has no effect.
+
+        Returns:
+            The class of the optimizer and its keyword arguments.
+
+        Raises:
+            ValueError: `optim` is none of the names that the class lists. Or `optim_args` has an unknown option, an
+                option that other arguments set, or a value of another type.
+
+        Examples:
+            >>> from transformers import TrainingArguments
+            >>> from amp_kernels.integrations.transformers import FusedTrainer
+            >>> arguments = TrainingArguments("out", optim="sgd", optim_args="nesterov=true", use_cpu=True)
+            >>> FusedTrainer.get_optimizer_cls_and_kwargs(arguments)[1]
+            {'lr': 5e-05, 'nesterov': True}
+        """
+        if args.optim not in _OPTIMIZERS:
+            got = OptimizerNames(args.optim).value
+            raise ValueError(
+                f"FusedTrainer: optim must be one of {', '.join(_OPTIMIZERS)}, got {got!r}; for other optimizers use "
+                "transformers.Trainer"
+            )
+        family, options = _OPTIMIZERS[args.optim]
+        options = {"lr": args.learning_rate, **options}
+        if family is FusedAdamW:
+            options |= {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+        return family, options | _parse(family, args.optim_args)
+
+    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
+        """Create the optimizer, as in `Trainer`, and name its parameters.
+
+        Args:
+            model: As in `Trainer`.
+
+        Returns:
+            The optimizer.
+
+        Raises:
+            ValueError: As in `get_optimizer_cls_and_kwargs`.
+        """
+        optimizer = super().create_optimizer(model)
+        if isinstance(optimizer, FusedOptimizer):
+            _name(optimizer, self.model if model is None else model)
+            self.optimizer = accelerated(self.accelerator, optimizer)
+        return self.optimizer
+
+    # The Trainer has no public method for clipping. Its loop calls the next two methods before each step: first
+    # `_clip_grad_norm` if `max_grad_norm` is above 0, then `_get_grad_norm`, which measures the norm if it was not
+    # clipped. Both would read and write all gradients.
+    def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
+        return None if self._clips_in_step() else super()._clip_grad_norm(model)
+
+    def _get_grad_norm(self, model: torch.nn.Module, grad_norm: Any = None) -> Any:
+        """Sets the norm that the step clips to. Returns NaN, which `log` replaces: the norm is not known yet."""
+        optimizer, clips = self._fused(), self._clips_in_step()
+        if optimizer is not None:
+            # Set in each step, since a checkpoint of the optimizer has the max_grad_norm of the run that saved it.
+            norm = self.args.max_grad_norm if self.args.max_grad_norm > 0 else math.inf
+            optimizer.max_grad_norm = norm if clips else None
+        return math.nan if clips else super()._get_grad_norm(model, grad_norm)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log `logs`, as in `Trainer`, with the gradient norm that the step has measured.
+
+        Args:
+            logs: The values to log.
+            start_time: As in `Trainer`.
+        """
+        optimizer = self._fused()
+        if "grad_norm" in logs and optimizer is not None and self._clips_in_step():
+            norm = optimizer.grad_norm
+            logs["grad_norm"] = math.nan if norm is None else norm.item()
+        super().log(logs, start_time)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model, as in `Trainer`, and the masters of 16-bit weights in the folder "fp32".
+
+        Args:
+            output_dir: The folder, or None for the one in the arguments.
+
+        Raises:
+            RuntimeError: As in `amp_kernels.optim.fp32_state_dict`.
+        """
+        super().save_model(output_dir, _internal_call)
+        optimizer = self._fused()
+        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        if self.saves_fp32 and self.args.should_save and optimizer is not None and isinstance(model, PreTrainedModel):
+            has_masters = any(p.dtype in _LOW for group in optimizer.param_groups for p in group["params"])
+            if has_masters and not self._is_sharded(optimizer):
+                _save_fp32(model, optimizer, os.path.join(output_dir or self.args.output_dir, "fp32"))
+
+    def _fused(self) -> FusedOptimizer | None:
+        """Returns the fused optimizer that takes the steps, or None if another optimizer does."""
+        optimizer = wrapped(self.optimizer)
+        return optimizer if isinstance(optimizer, FusedOptimizer) else None
+
+    def _clips_in_step(self) -> bool:
+        """Whether the step of a fused optimizer clips. Otherwise the Trainer does.
+
+        The Trainer clips shards, whose norm is not that of all gradients. It also clips if a callback looks at the
+        gradients before the step: these must be unscaled and clipped.
+        """
+        optimizer = self._fused()
+        return not (optimizer is None or self._is_sharded(optimizer) or self._has_callback_before_step())
+
+    def _is_sharded(self, optimizer: FusedOptimizer) -> bool:
+        """Whether this process may hold only a part of the parameters."""
+        params = (p for group in optimizer.param_groups for p in group["params"])
+        return self.is_fsdp_enabled or self.is_deepspeed_enabled or any(isinstance(p, DTensor) for p in params)
+
+    def _has_callback_before_step(self) -> bool:
+        callbacks, default = self.callback_handler.callbacks, TrainerCallback.on_pre_optimizer_step
+        return any(type(callback).on_pre_optimizer_step is not default for callback in callbacks)
+
+
+def _parse(family: type[FusedOptimizer], text: str | None) -> dict[str, Any]:
+    """Returns the options in a text such as "momentum=0.9, state_dtype=int8"."""
+    elsewhere = _ARGUMENTS | (_ARGUMENTS_OF_ADAM if family is FusedAdamW else {})
+    defaults = {name: p.default for name, p in inspect.signature(family).parameters.items()}
+    known = [name for name in defaults if name not in (*elsewhere, *_WITHOUT_EFFECT)]
+    options: dict[str, Any] = {}
+    for item in filter(None, (item.strip() for item in (text or "").split(","))):
+        name, sign, value = (part.strip() for part in item.partition("="))
+        if not sign or name not in known:
+            remedy = f"; set {elsewhere[name]} of TrainingArguments" if name in elsewhere else ""
+            raise ValueError(
+                f"FusedTrainer: optim_args must be 'name=value, name=value' with names from {', '.join(known)} for "
+                f"{family.__name__}, got {item!r}{remedy}"
+            )
+        options[name] = value if name == "state_dtype" else _value(name, value, defaults[name])
+    return with_dtypes("FusedTrainer", options)
+
+
+def _value(name: str, text: str, default: Any) -> bool | float:
+    """Returns the value of an option whose default is a bool or a number."""
+    if isinstance(default, bool):
+        if text.lower() in ("true", "false"):
+            return text.lower() == "true"
+        raise ValueError(f"FusedTrainer: {name} in optim_args must be true or false, got {text!r}")
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"FusedTrainer: {name} in optim_args must be a number, got {text!r}") from None
+
+
+def _name(optimizer: FusedOptimizer, model: torch.nn.Module) -> None:
+    """Gives the optimizer's groups the names of their parameters, as if they had been passed with names."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups = optimizer.param_groups
+    # As in torch, all groups have names or none.
+    if all(id(p) in names for group in groups for p in group["params"]):
+        for group in groups:
+            group.setdefault("param_names", [names[id(p)] for p in group["params"]])
+
+
+def _save_fp32(model: PreTrainedModel, optimizer: FusedOptimizer, folder: str) -> None:
+    """Saves the masters. The configuration says float32, since `from_pretrained` makes a model of its dtype."""
+    model.save_pretrained(folder, state_dict=fp32_state_dict(model, optimizer))
+    config = copy.deepcopy(model.config)
+    config.dtype = "float32"
+    config.save_pretrained(folder)

@@ -1,0 +1,71 @@
+"""The scripts in docs/examples run as a user would run them, and train as well as torch's optimizer next to them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from pages import ROOT
+
+FOLDER = ROOT / "docs" / "examples"
+SCRIPTS = sorted(FOLDER.glob("*.py"))
+LINES = 80
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+class Example(NamedTuple):
+    """What a script prints: a line for each run, which begins with `torchs` or with `ours`."""
+
+    torchs: str
+    ours: str
+    figure: str  # the name of the figure that is compared, in every line
+    tolerance: float  # by so much ours may be worse than torch's first line
+    bound: float  # what an untrained model does not reach
+    command: tuple[str, ...] = (sys.executable,)
+
+
+# One image of 360 is 0.003 of the accuracy. Runs with bf16 and fp32 weights differ by several images.
+EXAMPLES = {
+    "apex_migration": Example("torch ", "amp_kernels ", "loss", 0.003, 0.05),
+    "ddp": Example("torch ", "amp_kernels ", "loss", 0.003, 0.2, tuple(TORCHRUN)),
+    "image_classifier": Example("torch ", "amp_kernels ", "accuracy", 0.04, 0.85),
+    "int8_encoder": Example("torch.ao", "amp_kernels, dynamic", "accuracy", 0.02, 0.7),
+    "language_model": Example("Trainer", "FusedTrainer", "loss", 0.1, 3.2),
+    "lightning_classifier": Example("torch ", "amp_kernels ", "accuracy", 0.03, 0.9),
+}
+
+
+def figures(lines: list[str], name: str) -> list[float]:
+    found = [re.search(rf"\b{name} ([\d.]+)", line) for line in lines]
+    assert all(found), f"no {name} in a line of {lines}"
+    return [float(match[1]) for match in found if match]
+
+
+def test_each_script_is_tested() -> None:
+    assert {path.stem for path in SCRIPTS} == EXAMPLES.keys()
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_script(path: Path, tmp_path: Path) -> None:
+    example = EXAMPLES[path.stem]
+    assert len(path.read_text().splitlines()) < LINES
+    result = subprocess.run(
+        [*example.command, str(path)], cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    torchs = [line for line in lines if line.startswith(example.torchs)]
+    ours = [line for line in lines if line.startswith(example.ours)]
+    assert torchs and ours, result.stdout
+    torchs_figure = figures(torchs, example.figure)[0]
+    worst = {"accuracy": min, "loss": max}[example.figure](figures(ours, example.figure))
+    sign = {"accuracy": 1, "loss": -1}[example.figure]
+    assert sign * worst >= sign * torchs_figure - example.tolerance, result.stdout
+    assert sign * worst >= sign * example.bound, result.stdout
+    if "bytes" in torchs[0]:
+        assert max(figures(ours, "bytes")) <= figures(torchs, "bytes")[0], result.stdout
+    assert not any(tmp_path.iterdir()), "a script leaves files where it runs"
