@@ -16,7 +16,7 @@ from timm.utils import ModelEmaV3
 
 from amp_kernels.integrations.timm import ModelEma  # the import registers fused-adamw in timm
 
-EPOCHS, BATCH, TRAINING = 5, 64, 1437
+EPOCHS, BATCH, TRAINING = 8, 64, 1437
 device = "cuda" if torch.cuda.is_available() else "cpu"
 digits = load_digits()
 images = torch.tensor(digits.images / 8 - 1, dtype=torch.float32, device=device).unsqueeze(1)
@@ -64,5 +64,6 @@ def train(name, dtype, **options):
 
 
 train("adamw", torch.float32)
+train("fused-adamw", torch.float32, max_grad_norm=1.0)
 train("fused-adamw", torch.bfloat16, max_grad_norm=1.0)
 train("fused-adamw", torch.bfloat16, max_grad_norm=1.0, state_dtype="int8")

@@ -3,7 +3,8 @@
     pip install transformers accelerate
     python language_model.py
 
-Each line has the loss per byte of text that was held out, and the bytes per parameter of weights and optimizer state.
+Each line has the loss per byte of text that was held out, and the bytes per parameter: weights, gradients and optimizer
+state.
 """
 
 import os
@@ -39,7 +40,7 @@ config = LlamaConfig(
 
 def nbytes(model, optimizer):
     tensors = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
-    return sum(tensor.nbytes for tensor in (*tensors, *model.parameters()))
+    return sum(tensor.nbytes for tensor in tensors) + sum(2 * p.nbytes for p in model.parameters())  # 2: its gradient
 
 
 def train(kind, dtype, **options):
