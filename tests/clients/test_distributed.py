@@ -649,6 +649,42 @@ def test_sums_in_fp32_skip_and_send_buffers_as_ddp_does() -> None:
     assert torch.equal(last, other_last) and not torch.equal(means, other_means)
 
 
+@isolated
+def test_ddp_resumes_with_the_same_bits() -> None:
+    """Each process loads what the first one saved, also after a skipped step."""
+
+    def start() -> tuple[Any, ...]:
+        torch.manual_seed(0)
+        model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 4)).half())
+        optimizer = FusedAdamW(model.named_parameters(), lr=1e-2, max_grad_norm=1.0)
+        return model, optimizer, amp_kernels.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+
+    def run(rank: int, steps: Iterable[int], model: Any, optimizer: Any, scaler: Any) -> None:
+        for step in steps:
+            optimizer.zero_grad()
+            loss = micro_loss(model, rank, step)
+            scaler.scale(loss * torch.inf if (rank, step) == (1, 1) else loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    def body(rank: int) -> list[list[Tensor]]:
+        whole, again = start(), start()
+        run(rank, range(2), *whole)
+        saved = [[part.state_dict() for part in whole] if rank == 0 else None]
+        dist.broadcast_object_list(saved)
+        for part, state in zip(again, saved[0], strict=True):
+            part.load_state_dict(state)
+        for parts in (whole, again):
+            run(rank, range(2, 5), *parts)
+        assert whole[2].state_dict() == again[2].state_dict() and whole[2].skipped_steps == 1
+        return [[optimizer.master(p) for p in model.parameters()] for model, optimizer, _ in (whole, again)]
+
+    results = [masters for of_rank in ranks(2, body) for masters in of_rank]
+    for masters in results[1:]:
+        for x, y in zip(masters, results[0], strict=True):
+            assert torch.equal(x, y) and torch.isfinite(x).all()
+
+
 # ------------------------------------------------------------------------------------------------ optimizers of shards
 @isolated
 @pytest.mark.parametrize("with_scaler", [False, True])

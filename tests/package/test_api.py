@@ -1,8 +1,9 @@
 """tests/api.txt lists all that users may rely on: what public modules export by `__all__`, with signatures.
 
-`python tests/package/test_api.py --write` writes it anew, in the trainers' venv (.venv/clients) also the lines of
-`amp_kernels.integrations`: a module there is left as it is listed where the library that it integrates is absent. A line that goes or changes breaks somebody's code, so it
-needs a line in CHANGELOG.md as well; a new one needs a sentence there that says which need it serves.
+`python tests/package/test_api.py --write` writes it again. Where the library of a module of `amp_kernels.integrations`
+is not installed, the lines of that module stay as they are; the trainers' venv (.venv/clients) has all of them. A line
+that goes or changes breaks somebody's code, so it needs a line in CHANGELOG.md as well; a new one needs a sentence
+there that says which need it serves.
 
 Annotations are left out: they may become wider without anybody's code noticing. Members that torch's classes bring
 along are left out too, since they differ from torch to torch.

@@ -1,8 +1,8 @@
 """The docstrings of the names in tests/api.txt, which the API pages of the documentation show.
 
 Each has a first line that stands alone. Each function, method and class documents its arguments and its result, and has
-an example. All examples run, on a CPU, with only `torch` and `amp_kernels` imported. Names of `amp_kernels.integrations`
-are looked at where their library is installed, so `make test-clients` runs this file too.
+an example. All examples run, on a CPU, with only `torch` and `amp_kernels` imported. `make test-clients` runs this file
+too, since a module of `amp_kernels.integrations` is tested only where its library is installed.
 """
 
 from __future__ import annotations

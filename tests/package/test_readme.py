@@ -70,6 +70,20 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
 
 
+def test_the_table_of_trainers_names_tests() -> None:
+    """Column by column: the file, and functions in it."""
+    clients, page = ROOT / "tests" / "clients", (ROOT / "docs" / "guides" / "trainers.md").read_text()
+    section = page.partition("## Which test proves it")[2]
+    rows = [line[1:-1].split("|") for line in section.splitlines() if line.startswith("|")][2:]
+    columns = [[name.strip().strip("`") for name in column] for column in zip(*rows, strict=True)][1:]
+    assert len(columns) == 6 and all(len(set(filter(None, tests))) >= 4 for _, *tests in columns)
+    for file, *tests in columns:
+        (path,) = (path for path in (clients / file, clients / "trainers" / file) if path.exists())
+        defined = set(re.findall(r"^def (test_\w+)", path.read_text(), flags=re.MULTILINE))
+        missing = set(filter(None, tests)) - defined
+        assert not missing, f"{file} has no {missing}"
+
+
 # Pages that are missing are found by mkdocs, which is strict.
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_point_to_headings(page: Path) -> None:
