@@ -25,6 +25,11 @@ class FusedGradScalerKwargs(_GradScalerKwargs):
     Only `FusedAccelerator` takes it. It also takes accelerate's own `GradScalerKwargs`.
 
     Attributes:
+        init_scale: As in accelerate.
+        growth_factor: As in accelerate.
+        backoff_factor: As in accelerate.
+        growth_interval: As in accelerate.
+        enabled: As in accelerate.
         min_scale: As in `amp_kernels.GradScaler`.
         max_scale: As in `amp_kernels.GradScaler`.
         hysteresis: As in `amp_kernels.GradScaler`.
