@@ -24,7 +24,7 @@ from .ops.checks import why_not_loaded
 from .ops.table import DTYPE_CODES
 from .optim._base import FusedOptimizer, OverflowLog, Verdict
 from .optim._plan import capturing
-from .optim._wrappers import wrapped
+from .optim._wrappers import with_wrapped, wrapped
 
 __all__ = ["GradScaler", "Overflow"]
 
@@ -516,7 +516,7 @@ class GradScaler(torch.amp.GradScaler):
         optimizer_state["is_skipped"] = found
         inner = wrapped(optimizer)
         if found:
-            for skipped in {id(o): o for o in (optimizer, inner)}.values():
+            for skipped in with_wrapped(optimizer):
                 torch_private.note_skipped_step(skipped)
             if isinstance(inner, FusedOptimizer):
                 inner._skip(next(flag for flag in flags if flag.item()))

@@ -61,7 +61,7 @@ def note_skipped_step(optimizer: Any) -> None:
     Otherwise the first step of a scheduler would warn that it "was called before `optimizer.step()`", when only the
     first step overflowed. A torch whose schedulers read another attribute warns as it does under its own scaler.
     """
-    if hasattr(getattr(optimizer, "step", None), "_wrapped_by_lr_sched"):
+    if isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         optimizer._opt_called = True
 
 

@@ -168,13 +168,14 @@ def fused_scaler(accelerator: Accelerator, **options: Any) -> Any:
     scaler = accelerator.scaler
     if type(scaler) is not torch.amp.GradScaler:
         return scaler
+    if not scaler.is_enabled():  # it has no options
+        return GradScaler(accelerator.device.type, enabled=False)
     return GradScaler(
         accelerator.device.type,
         init_scale=scaler.get_scale(),
         growth_factor=scaler.get_growth_factor(),
         backoff_factor=scaler.get_backoff_factor(),
         growth_interval=scaler.get_growth_interval(),
-        enabled=scaler.is_enabled(),
         **options,
     )
 

@@ -30,7 +30,7 @@ def fp32_accumulation(model: DistributedDataParallel) -> Iterator[None]:
     hook of the model is not called. If an error leaves the block, nothing is averaged.
 
     Memory: 4 bytes per parameter for the gradients of 16-bit weights (2 without the block), and 25 MB during the
-    averages.
+    averages. A larger gradient is averaged in place if it is contiguous, and copied if not.
 
     Args:
         model: A model of DDP, with fp16, bf16 or fp32 weights in any mix. Every process must use the block.
@@ -40,8 +40,10 @@ def fp32_accumulation(model: DistributedDataParallel) -> Iterator[None]:
 
     Raises:
         TypeError: `model` is not a DistributedDataParallel.
+        ValueError: `model` was made with ``static_graph=True``.
         RuntimeError: Before the block, a 16-bit parameter has a gradient that is not fp32. After it, a parameter has no
             gradient or a sparse one. Parameters without a gradient are allowed with ``find_unused_parameters=True``.
+            If this happens in one process only, the others wait until their group times out, as under DDP.
 
     Examples:
         >>> import torch.distributed as dist
@@ -59,7 +61,12 @@ def fp32_accumulation(model: DistributedDataParallel) -> Iterator[None]:
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(
             f"fp32_accumulation: model must be a DistributedDataParallel, got a {type(model).__name__}; in one process "
-            "set p.grad_dtype = torch.float32 for each 16-bit parameter"
+            "set p.grad_dtype = torch.float32 for each parameter; compile a model before it is wrapped"
+        )
+    if model.static_graph:
+        raise ValueError(
+            "fp32_accumulation: model must have static_graph=False, got True; DistributedDataParallel then supports no "
+            "no_sync() in the first iteration"
         )
     params = _trained(model)
     low = {name: p for name, p in params.items() if p.dtype in (torch.float16, torch.bfloat16)}
@@ -95,11 +102,13 @@ def _average(model: DistributedDataParallel, params: dict[str, nn.Parameter]) ->
             p.grad = torch.zeros_like(p, dtype=p.grad_dtype)
     with torch.no_grad():
         for bucket in _buckets([p.grad for p in used if p.grad is not None]):
-            flat = torch.cat([grad.flatten() for grad in bucket])
+            is_whole = len(bucket) == 1 and bucket[0].is_contiguous()
+            flat = bucket[0] if is_whole else torch.cat([grad.flatten() for grad in bucket])
             flat /= dist.get_world_size(model.process_group)  # before the sum, as DDP does
             dist.all_reduce(flat, group=model.process_group)
-            for grad, mean in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
-                grad.copy_(mean.view_as(grad))
+            if not is_whole:
+                for grad, mean in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
+                    grad.copy_(mean.view_as(grad))
 
 
 def _used_anywhere(model: DistributedDataParallel, params: dict[str, nn.Parameter]) -> list[nn.Parameter]:

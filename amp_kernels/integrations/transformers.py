@@ -9,15 +9,15 @@ import os
 from typing import Any
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.training_args import OptimizerNames
 
-from ..optim import FusedAdamW, FusedRMSprop, FusedSGD, fp32_state_dict
+from ..optim import FusedAdamW, FusedRMSprop, FusedSGD, fp32_state_dict, load_fp32_state_dict
 from ..optim._base import FusedOptimizer
-from ..optim._wrappers import wrapped
 from ._names import with_dtypes
-from .accelerate import accelerated, fused_scaler
+from .accelerate import FusedAcceleratedOptimizer, accelerated, fused_scaler
 
 __all__ = ["FusedTrainer"]
 
@@ -50,9 +50,10 @@ class FusedTrainer(Trainer):
     - `optim` chooses the optimizer: "adamw_torch" and "adamw_torch_fused" (the default) are `FusedAdamW`, "sgd" is
       `FusedSGD`, "rmsprop" is `FusedRMSprop`. Names with "8bit" are the same optimizers with int8 states.
     - `optim_args` sets other options, such as "momentum=0.9, state_dtype=int8".
-    - `max_grad_norm` is the norm that the step clips to. This takes no pass over the gradients of its own, and replaces
-      a `max_grad_norm` of the optimizer. The log has `grad_norm`, as in `Trainer`. `Trainer` clips if parameters are
-      sharded, or if a callback has the method `on_pre_optimizer_step`, which may read the gradients.
+    - `max_grad_norm` is the norm that the step clips to. This takes no pass over the gradients of its own. An optimizer
+      that is passed with another `max_grad_norm` raises an error. The log has `grad_norm`, as in `Trainer`. `Trainer`
+      clips if parameters are sharded, or if a callback has the method `on_pre_optimizer_step`, which may read the
+      gradients.
     - With `fp16=True` losses are scaled by an `amp_kernels.GradScaler`, which takes fp16 weights too.
 
     Parameters have the groups that `Trainer` makes, with their names, so that `scaler.last_overflow` can name them. If
@@ -131,13 +132,30 @@ class FusedTrainer(Trainer):
             The optimizer.
 
         Raises:
-            ValueError: As in `get_optimizer_cls_and_kwargs`.
+            ValueError: As in `get_optimizer_cls_and_kwargs`. Or the optimizer has another `max_grad_norm` than the
+                arguments.
         """
         optimizer = super().create_optimizer(model)
+        self._check_max_grad_norm()
         if isinstance(optimizer, FusedOptimizer):
             _name(optimizer, self.model if model is None else model)
             self.optimizer = accelerated(self.accelerator, optimizer)
+        if isinstance(self.optimizer, FusedAcceleratedOptimizer):
+            self.optimizer.scaler = self.accelerator.scaler  # which may have been replaced since the last training
         return self.optimizer
+
+    def _check_max_grad_norm(self) -> None:
+        optimizer = self._fused()
+        own = None if optimizer is None else optimizer.max_grad_norm
+        if own not in (None, self._norm_of_arguments()):
+            raise ValueError(
+                f"FusedTrainer: max_grad_norm of TrainingArguments must be that of {type(optimizer).__name__}, which "
+                f"is {own}, got {self.args.max_grad_norm}; set one of them to the other, or the optimizer's to None"
+            )
+
+    def _norm_of_arguments(self) -> float:
+        """Returns the norm to clip to; inf clips nothing, and has the step measure the norm."""
+        return self.args.max_grad_norm if self.args.max_grad_norm > 0 else math.inf
 
     # The Trainer has no public method for clipping. Its loop calls the next two methods before each step: first
     # `_clip_grad_norm` if `max_grad_norm` is above 0, then `_get_grad_norm`, which measures the norm if it was not
@@ -150,8 +168,7 @@ class FusedTrainer(Trainer):
         optimizer, clips = self._fused(), self._clips_in_step()
         if optimizer is not None:
             # Set in each step, since a checkpoint of the optimizer has the max_grad_norm of the run that saved it.
-            norm = self.args.max_grad_norm if self.args.max_grad_norm > 0 else math.inf
-            optimizer.max_grad_norm = norm if clips else None
+            optimizer.max_grad_norm = self._norm_of_arguments() if clips else None
         return math.nan if clips else super()._get_grad_norm(model, grad_norm)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -177,16 +194,36 @@ class FusedTrainer(Trainer):
             RuntimeError: As in `amp_kernels.optim.fp32_state_dict`.
         """
         super().save_model(output_dir, _internal_call)
+        optimizer, model = self._with_masters()
+        if self.saves_fp32 and self.args.should_save and optimizer is not None:
+            _save_fp32(model, optimizer, os.path.join(output_dir or self.args.output_dir, "fp32"))
+
+    def _load_best_model(self) -> None:
+        """Loads the masters too, if the best checkpoint has them. The Trainer has no public method for this."""
+        super()._load_best_model()
+        optimizer, model = self._with_masters()
+        folder = os.path.join(self.state.best_model_checkpoint, "fp32")
+        if optimizer is not None and os.path.isdir(folder):
+            exact = type(model).from_pretrained(folder, dtype=torch.float32)
+            load_fp32_state_dict(model, optimizer, exact.state_dict())
+
+    def _with_masters(self) -> tuple[FusedOptimizer | None, Any]:
+        """Returns the optimizer that keeps masters of the model's 16-bit weights, or None, and the model."""
         optimizer = self._fused()
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        if self.saves_fp32 and self.args.should_save and optimizer is not None and isinstance(model, PreTrainedModel):
-            has_masters = any(p.dtype in _LOW for group in optimizer.param_groups for p in group["params"])
-            if has_masters and not self._is_sharded(optimizer):
-                _save_fp32(model, optimizer, os.path.join(output_dir or self.args.output_dir, "fp32"))
+        if optimizer is None or self._is_sharded(optimizer) or not isinstance(model, PreTrainedModel):
+            return None, model
+        has_masters = any(p.dtype in _LOW for group in optimizer.param_groups for p in group["params"])
+        return optimizer if has_masters else None, model
 
     def _fused(self) -> FusedOptimizer | None:
-        """Returns the fused optimizer that takes the steps, or None if another optimizer does."""
-        optimizer = wrapped(self.optimizer)
+        """Returns the fused optimizer that takes the steps, or None if another optimizer does.
+
+        Only the wrapper of accelerate is opened. Another one may hold several optimizers, and clip or step otherwise.
+        """
+        optimizer = self.optimizer
+        while isinstance(optimizer, AcceleratedOptimizer):
+            optimizer = optimizer.optimizer
         return optimizer if isinstance(optimizer, FusedOptimizer) else None
 
     def _clips_in_step(self) -> bool:
@@ -205,7 +242,7 @@ class FusedTrainer(Trainer):
 
     def _has_callback_before_step(self) -> bool:
         callbacks, default = self.callback_handler.callbacks, TrainerCallback.on_pre_optimizer_step
-        return any(type(callback).on_pre_optimizer_step is not default for callback in callbacks)
+        return any(getattr(c.on_pre_optimizer_step, "__func__", None) is not default for c in callbacks)
 
 
 def _parse(family: type[FusedOptimizer], text: str | None) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 Wrappers have no common mark, so each kind is found in its own way:
 
-- The wrapper of an optimizer has the optimizer as an attribute (`wrapped`).
+- The wrapper of an optimizer has the optimizer as an attribute (`wrapped`, `with_wrapped`).
 - The wrapper of a step is a function. Its module tells whether it belongs to torch (`is_in_wrappers_of_torch`).
 - ZeroRedundancyOptimizer is on the call stack (`is_called_by`).
 
@@ -20,7 +20,12 @@ import torch
 
 
 def wrapped(optimizer: Any) -> Any:
-    """Returns the innermost optimizer in a chain of wrappers. If `optimizer` wraps none, returns `optimizer`.
+    """Returns the innermost optimizer in a chain of wrappers. If `optimizer` wraps none, returns `optimizer`."""
+    return with_wrapped(optimizer)[-1]
+
+
+def with_wrapped(optimizer: Any) -> list[Any]:
+    """Returns `optimizer` and the optimizers that it wraps, the innermost last.
 
     The attribute that holds an optimizer may have any name. torch's wrappers (ZeRO, PostLocalSGD) call it ``optim``,
     trainers call it ``optimizer``, and Lookahead and SAM call it ``_base_optimizer``, ``base_optimizer`` and more. If
@@ -39,7 +44,7 @@ def wrapped(optimizer: Any) -> Any:
         )
         found = next(inner, None)
         if found is None:
-            return seen[-1]
+            return seen
         seen.append(found)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm)  # the weights of torch's other norms have one dimension
 
@@ -41,8 +42,9 @@ def param_groups(
         layer_decay: A number above 0 and up to 1, often 0.65 to 0.9. If it is 1, all layers have the same learning
             rate.
         layer_of: A function of a parameter's name that returns the number of its layer, from 0. By default, the
-            longest ModuleList or Sequential of the model holds layers 1, 2, and so on. Parameters before it
-            (embeddings) are layer 0. Parameters after it (the head) are the highest layer.
+            longest ModuleList or Sequential of the model holds layers 1, 2, and so on. Parameters that the model
+            defines before it (embeddings) are layer 0, those after it (the head) the highest layer. If several lists
+            may be meant, as in an encoder with a decoder or in a ResNet, `layer_of` is needed.
 
     Returns:
         The groups, for the `params` of an optimizer. The keys of each are "params", "lr" and "weight_decay".
@@ -50,8 +52,9 @@ def param_groups(
     Raises:
         TypeError: `model` is not a Module, `lr`, `weight_decay` or `layer_decay` is not a number, or `no_decay` is a
             str.
-        ValueError: A number is out of its range, no parameter matches a pattern, `layer_of` returned anything but an
-            integer of at least 0, or `layer_decay` is not 1 and the model has neither a ModuleList nor a Sequential.
+        ValueError: A number is out of its range, no parameter matches a pattern, a parameter of a lazy module has no
+            shape yet, or `layer_of` returned anything but an integer of at least 0. Or `layer_decay` is not 1, and the
+            layers of the model are in no ModuleList or Sequential, or in several.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 2))
@@ -71,24 +74,35 @@ def param_groups(
     _check_number("weight_decay", weight_decay, 0, math.inf)
     _check_number("layer_decay", layer_decay, math.ulp(0.0), 1)
     params = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    for pattern in no_decay:
-        if not fnmatch.filter(params, pattern):
-            raise ValueError(
-                f"param_groups: no_decay must match parameters that train, got {pattern!r}, which matches none"
-            )
+    for name, p in params.items():
+        if is_lazy(p):
+            raise ValueError(f"param_groups: {name} must have a shape, got a lazy parameter; run the model once before")
+    without_decay = _without_decay(model, list(no_decay))
     layers = _layers(model, list(params), layer_of) if layer_decay != 1 else dict.fromkeys(params, 0)
     last = max(layers.values(), default=0)
-    norms = {
-        id(p) for module in model.modules() if isinstance(module, _NORMS) for p in module.parameters(recurse=False)
-    }
     groups: dict[tuple[float, float], dict[str, Any]] = {}
     for name, p in params.items():
-        is_left_out = p.ndim <= 1 or name.rpartition(".")[2] == "bias" or id(p) in norms
-        is_left_out = is_left_out or any(fnmatch.fnmatchcase(name, pattern) for pattern in no_decay)
-        own = lr * layer_decay ** (last - layers[name]), 0.0 if is_left_out else weight_decay
+        own = lr * layer_decay ** (last - layers[name]), 0.0 if p in without_decay else weight_decay
         group = groups.setdefault(own, {"params": [], "lr": own[0], "weight_decay": own[1]})
         group["params"].append((name, p))
     return list(groups.values())
+
+
+def _without_decay(model: nn.Module, patterns: list[str]) -> set[nn.Parameter]:
+    """Returns the parameters without weight decay. A tied one matches a pattern by any of its names."""
+    named = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    found = {p for name, p in named.items() if p.ndim <= 1 or name.rpartition(".")[2] == "bias"}
+    for module in model.modules():
+        if isinstance(module, _NORMS):
+            found.update(module.parameters(recurse=False))
+    for pattern in patterns:
+        names = fnmatch.filter(named, pattern)
+        if not names:
+            raise ValueError(
+                f"param_groups: no_decay must match parameters that train, got {pattern!r}, which matches none"
+            )
+        found.update(named[name] for name in names)
+    return found
 
 
 def _check_number(name: str, value: Any, least: float, most: float) -> None:
@@ -111,23 +125,38 @@ def _layers(model: nn.Module, names: list[str], layer_of: Callable[[str], int] |
 
 
 def _layers_of_longest_list(model: nn.Module, names: list[str]) -> dict[str, int]:
-    lists = {
-        name: module for name, module in model.named_modules() if isinstance(module, (nn.ModuleList, nn.Sequential))
-    }
-    if not lists:
-        raise ValueError(
-            f"param_groups: model must have a ModuleList or Sequential of layers, got a {type(model).__name__} without "
-            "one; pass layer_of, a function that returns the layer of a parameter's name"
-        )
-    longest = max(lists, key=lambda name: len(lists[name]))  # the first of several
-    prefix = f"{longest}." if longest else ""
-    children = {child: i for i, child in enumerate(dict(lists[longest].named_children()), 1)}
+    prefix, children = _longest_list(model)
     layers, layer = {}, 0
     for name in names:  # in the order of definition
         child = name.removeprefix(prefix).partition(".")[0] if name.startswith(prefix) else None
         if child in children:
-            layer = children[child]
+            layer = children.index(child) + 1
         elif layer:
             layer = len(children) + 1
         layers[name] = layer
     return layers
+
+
+def _longest_list(model: nn.Module) -> tuple[str, list[str]]:
+    """Returns the prefix of the names in the longest list of modules, and the names of its elements.
+
+    Raises an error if another list may be meant: one around it, or one of the same layers.
+    """
+    kinds = (nn.ModuleList, nn.Sequential)
+    lists = {f"{name}." if name else "": m for name, m in model.named_modules() if isinstance(m, kinds) and len(m) > 1}
+    remedy = "pass layer_of, a function that returns the layer of a parameter's name"
+    if not lists:
+        raise ValueError(
+            f"param_groups: model must have a ModuleList or Sequential of layers, got a {type(model).__name__} without "
+            f"one; {remedy}"
+        )
+    longest = max(lists, key=lambda prefix: len(lists[prefix]))
+    classes = {type(element) for element in lists[longest]}
+    for prefix, other in lists.items():
+        is_around = prefix != longest and longest.startswith(prefix)
+        is_alike = not prefix.startswith(longest) and not classes.isdisjoint(map(type, other))
+        if is_around or is_alike:
+            raise ValueError(
+                f"param_groups: model must have its layers in one list, got lists {longest!r} and {prefix!r}; {remedy}"
+            )
+    return longest, list(dict(lists[longest].named_children()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,13 +17,15 @@ class SkipAwareScheduler(LRScheduler):
 
     torch's schedulers count skipped steps, since a fused step under a scaler skips on the device. This class asks the
     device, and the host does not wait for the answer. Each call of `step` starts a copy of the verdict on the last
-    optimizer step, and steps the scheduler if the verdict before it was "not skipped". So under a scaler the learning
-    rate comes one iteration late: optimizer steps 0 and 1 both have the first learning rate, and step n + 1 has the one
-    that the scheduler gives after n steps. This is so on every device, for equal results. Without a scaler there is no
-    verdict, and nothing is late.
+    optimizer step, and steps the scheduler if the verdict before it was "not skipped". So where the device decides, the
+    learning rate comes one iteration late: optimizer steps 0 and 1 both have the first learning rate, and step n + 1
+    has the one that the scheduler gives after n steps. This is so on CPUs too, for equal results on every device.
+
+    Without a scaler there is no verdict, and nothing is late. Nor is it where a scaler decides on the host, as it does
+    for a step that is overridden or wrapped.
 
     On a GPU the host runs at most one iteration ahead of the device, since each call needs the verdict of the previous
-    iteration.
+    iteration. To combine schedulers, wrap the result: `SkipAwareScheduler(SequentialLR(...))`.
 
     Args:
         scheduler: A scheduler of `torch.optim.lr_scheduler`, except ReduceLROnPlateau. Its optimizer must be one of
@@ -57,7 +58,7 @@ class SkipAwareScheduler(LRScheduler):
     """
 
     def __init__(self, scheduler: LRScheduler) -> None:  # not LRScheduler's, which sets the learning rate
-        if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
+        if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, (ReduceLROnPlateau, SkipAwareScheduler)):
             raise TypeError(
                 "SkipAwareScheduler: scheduler must be one of torch.optim.lr_scheduler that counts steps, got a "
                 f"{type(scheduler).__name__}"
@@ -66,13 +67,11 @@ class SkipAwareScheduler(LRScheduler):
         if not isinstance(optimizer, FusedOptimizer):
             raise TypeError(
                 "SkipAwareScheduler: the optimizer of scheduler must be one of amp_kernels.optim, got a "
-                f"{type(optimizer).__name__}; torch's scaler and scheduler need no such help there, since that scaler "
-                "decides on the host: step the scheduler if scaler.get_scale() did not fall"
+                f"{type(optimizer).__name__}; if amp.initialize replaces the optimizer, call it before"
             )
         self.scheduler = scheduler
         self.optimizer = scheduler.optimizer
-        # The verdict that the next call acts on: waits for a copy, and tells whether the step was skipped.
-        self._was_skipped: Callable[[], bool] | None = None
+        self._was_skipped: bool | _Verdict | None = None  # what the next call acts on
 
     @property
     def last_epoch(self) -> int:  # type: ignore[override]
@@ -101,8 +100,8 @@ class SkipAwareScheduler(LRScheduler):
         before, self._was_skipped = self._was_skipped, None
         found_inf = wrapped(self.optimizer)._last_found_inf
         if found_inf is not None:
-            self._was_skipped = _read_later(found_inf)
-        if before is not None and not before():
+            self._was_skipped = _ask(found_inf)
+        if before is not None and not bool(before):
             self.scheduler.step()
         if found_inf is None:  # without a scaler no step is skipped
             self.scheduler.step()
@@ -113,10 +112,11 @@ class SkipAwareScheduler(LRScheduler):
         Returns:
             A dict of plain values.
         """
-        return {
-            "scheduler": self.scheduler.state_dict(),
-            "was_skipped": None if self._was_skipped is None else self._was_skipped(),
-        }
+        was_skipped = None if self._was_skipped is None else bool(self._was_skipped)
+        return {"scheduler": self.scheduler.state_dict(), "was_skipped": was_skipped}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_was_skipped": None if self._was_skipped is None else bool(self._was_skipped)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned.
@@ -125,29 +125,32 @@ class SkipAwareScheduler(LRScheduler):
             state_dict: A state dict of this class.
 
         Raises:
+            TypeError: `state_dict` is not a dict.
             ValueError: `state_dict` is of another scheduler. Nothing was loaded.
         """
-        if set(state_dict) != {"scheduler", "was_skipped"}:
+        if not isinstance(state_dict, dict):
+            raise TypeError(f"SkipAwareScheduler: state_dict must be a dict, got a {type(state_dict).__name__}")
+        if set(state_dict) != {"scheduler", "was_skipped"} or state_dict["was_skipped"] not in (None, True, False):
             raise ValueError(
-                "SkipAwareScheduler: state_dict must have the keys scheduler and was_skipped, got "
+                "SkipAwareScheduler: state_dict must have the keys scheduler and was_skipped (a bool or None), got "
                 f"{', '.join(map(str, state_dict))}; load the state of a plain scheduler into `self.scheduler`"
             )
         self.scheduler.load_state_dict(state_dict["scheduler"])
-        was_skipped = state_dict["was_skipped"]
-        self._was_skipped = None if was_skipped is None else lambda: was_skipped
+        self._was_skipped = state_dict["was_skipped"]
 
 
-def _read_later(found_inf: Tensor) -> Callable[[], bool]:
-    """Copies a flag to the host without waiting. Returns a function that waits for the copy and reads it."""
-    if found_inf.device.type == "cpu":
-        was_skipped = bool(found_inf)
-        return lambda: was_skipped
-    copied = found_inf.to("cpu", non_blocking=True)
-    is_copied = torch.Event(found_inf.device)
-    is_copied.record(torch.accelerator.current_stream(found_inf.device))
+def _ask(found_inf: Tensor) -> bool | _Verdict:
+    return bool(found_inf) if found_inf.device.type == "cpu" else _Verdict(found_inf)
 
-    def read() -> bool:
-        is_copied.synchronize()
-        return bool(copied)
 
-    return read
+class _Verdict:
+    """A copy of `found_inf` from the device to the host. Making it does not wait, reading it as a bool does."""
+
+    def __init__(self, found_inf: Tensor) -> None:
+        self._copied = found_inf.to("cpu", non_blocking=True)
+        self._is_copied = torch.Event(found_inf.device)
+        self._is_copied.record(torch.accelerator.current_stream(found_inf.device))
+
+    def __bool__(self) -> bool:
+        self._is_copied.synchronize()
+        return bool(self._copied)

@@ -602,6 +602,8 @@ def test_sums_in_fp32_are_refused_before_anything_changes() -> None:
         model = DistributedDataParallel(net)
         with pytest.raises(TypeError, match="must be a DistributedDataParallel, got a Branches"):
             fp32_accumulation(net).__enter__()
+        with pytest.raises(ValueError, match="must have static_graph=False, got True"):
+            fp32_accumulation(DistributedDataParallel(Branches(), static_graph=True)).__enter__()
         net.second.bias.grad = torch.ones_like(net.second.bias)
         with pytest.raises(RuntimeError, match=r"gradient of second.bias must be None or fp32 before the block"):
             fp32_accumulation(model).__enter__()

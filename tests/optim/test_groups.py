@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -67,11 +68,32 @@ def test_layers_are_those_of_the_longest_list() -> None:
     assert {lr for name, (lr, _) in layers.items() if not name.startswith("heads")} == {LR / 4}
 
 
-def test_tied_weights_are_in_one_group() -> None:
+def test_tied_weights_are_in_one_group_and_have_two_names() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight
-    names = [name for group in param_groups(model, LR, layer_decay=0.5) for name, _ in group["params"]]
-    assert sorted(names) == ["0.bias", "0.weight", "1.bias"]
+    for name in ("0.weight", "1.weight"):
+        found = by_name(param_groups(model, LR, weight_decay=DECAY, layer_decay=0.5, no_decay=iter([name])))
+        assert found.keys() == {"0.bias", "0.weight", "1.bias"} and {decay for _, decay in found.values()} == {0}
+
+
+@pytest.mark.parametrize("how", ["experts", "decoder", "stages"])
+def test_several_lists_of_layers_need_layer_of(how: str) -> None:
+    """The longest one need not be the layers: learning rates would be wrong without a word."""
+    model = nn.Module()
+    if how == "experts":
+        model.layers = nn.ModuleList(nn.ModuleList(nn.Linear(2, 2) for _ in range(4)) for _ in range(3))
+    elif how == "decoder":
+        model.encoder, model.decoder = (nn.ModuleList(Block() for _ in range(3)) for _ in range(2))
+    else:
+        model.first, model.second = (nn.Sequential(*(Block() for _ in range(count))) for count in (2, 3))
+    with pytest.raises(ValueError, match=r"model must have its layers in one list, got lists .*; pass layer_of"):
+        param_groups(model, LR, layer_decay=0.5)
+    assert len(param_groups(model, LR, layer_decay=0.5, layer_of=lambda name: int(name.split(".")[1]))) >= 2
+
+
+def test_lazy_parameters_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"0.weight must have a shape, got a lazy parameter; run the model once"):
+        param_groups(nn.Sequential(nn.LazyLinear(2)), LR, weight_decay=DECAY)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +110,7 @@ def test_tied_weights_are_in_one_group() -> None:
     ids=str,
 )  # fmt: skip
 def test_bad_arguments(error: type, words: str, arguments: dict) -> None:
-    with pytest.raises(error, match=f"param_groups: .*{words}".replace("*'", r"\*'").replace("0.*'", r"0\.\*'")):
+    with pytest.raises(error, match=f"param_groups: .*{re.escape(words)}"):
         param_groups(Encoder(), **{"lr": LR, **arguments})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from typing import Any
 
@@ -67,17 +68,16 @@ def test_the_host_reads_a_verdict_one_iteration_after_its_copy_began(monkeypatch
     """On a GPU a read waits for the copy, so the copy of the newest verdict must not be read."""
     events: list[tuple[str, int]] = []
 
-    def read_later(found_inf: Tensor) -> Any:
-        value, number = bool(found_inf), len([1 for what, _ in events if what == "copy"])
-        events.append(("copy", number))
+    class Verdict:
+        def __init__(self, found_inf: Tensor) -> None:
+            self.value, self.number = bool(found_inf), len([1 for what, _ in events if what == "copy"])
+            events.append(("copy", self.number))
 
-        def read() -> bool:
-            events.append(("read", number))
-            return value
+        def __bool__(self) -> bool:
+            events.append(("read", self.number))
+            return self.value
 
-        return read
-
-    monkeypatch.setattr(module, "_read_later", read_later)
+    monkeypatch.setattr(module, "_ask", Verdict)
     weight = weight_of()
     optimizer = FusedSGD([weight], lr=1.0)
     train(optimizer, weight, GradScaler("cpu"), SkipAwareScheduler(lr_scheduler.ExponentialLR(optimizer, 0.5)))
@@ -112,6 +112,7 @@ def test_resuming_continues_exactly(saved_after: int) -> None:
     again[0].data.copy_(whole[0].data)
     for part, state in zip(again[1:], saved, strict=True):
         part.load_state_dict(state)
+    pickle.dumps(whole[3])
     for parts in (whole, again):
         run(range(saved_after, STEPS), *parts)
     assert torch.equal(again[1].master(again[0]), whole[1].master(whole[0]))
@@ -130,10 +131,26 @@ def test_what_is_refused() -> None:
         SkipAwareScheduler(lr_scheduler.StepLR(theirs, 2))
     plain = lr_scheduler.StepLR(ours, 2)
     scheduler = SkipAwareScheduler(plain)
-    with pytest.raises(ValueError, match="must have the keys scheduler and was_skipped, got step_size"):
+    with pytest.raises(TypeError, match="that counts steps, got a SkipAwareScheduler"):
+        SkipAwareScheduler(scheduler)
+    with pytest.raises(TypeError, match="state_dict must be a dict, got a NoneType"):
+        scheduler.load_state_dict(None)
+    with pytest.raises(ValueError, match="must have the keys"):
+        scheduler.load_state_dict({"scheduler": plain.state_dict(), "was_skipped": "no"})
+    with pytest.raises(
+        ValueError, match=r"must have the keys scheduler and was_skipped \(a bool or None\), got step_size"
+    ):
         scheduler.load_state_dict(plain.state_dict())
     with pytest.raises(ValueError, match="epoch must be None, got 3"):
         scheduler.step(3)
+
+
+def test_nothing_is_late_where_the_host_decides() -> None:
+    weight = weight_of()
+    optimizer = Overridden([weight], lr=1.0)
+    scheduler = SkipAwareScheduler(lr_scheduler.ExponentialLR(optimizer, 0.5))
+    train(optimizer, weight, GradScaler("cpu"), scheduler)
+    assert scheduler.get_last_lr() == [0.5 ** (STEPS - len(SKIPPED))]
 
 
 class Overridden(FusedSGD):
@@ -146,15 +163,51 @@ class Overridden(FusedSGD):
 @pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD, Overridden], ids=["torchs", "ours", "overridden"])
 def test_torch_warns_of_no_skip(make: Any) -> None:
     """torch says "Detected call of `lr_scheduler.step()` before `optimizer.step()`", if the first step is skipped."""
-    weight = weight_of()
-    optimizer = make([weight], lr=1.0)
-    schedulers = [lr_scheduler.StepLR(optimizer, 2)]
-    if isinstance(optimizer, FusedSGD):
-        schedulers.append(SkipAwareScheduler(lr_scheduler.StepLR(optimizer, 2)))
-    for scheduler in schedulers:
+    wrappers = [lambda s: s, SkipAwareScheduler] if issubclass(make, FusedSGD) else [lambda s: s]
+    for wrapper in wrappers:
+        weight = weight_of()
+        optimizer = make([weight], lr=1.0)
+        scheduler = wrapper(lr_scheduler.StepLR(optimizer, 2))
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             train(optimizer, weight, GradScaler("cpu"), scheduler)
+
+
+class Forwarding(torch.optim.Optimizer):
+    """A wrapper around an optimizer, with its groups."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner, self.param_groups = inner, inner.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+class Slots:
+    """A proxy that takes no attribute."""
+
+    __slots__ = ("optimizer",)
+
+    def __init__(self, optimizer: Any) -> None:
+        object.__setattr__(self, "optimizer", optimizer)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, FusedSGD], ids=["torchs", "ours"])
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_torch_warns_of_no_skip_in_wrappers(make: Any, depth: int) -> None:
+    """The scheduler may have any optimizer of a chain, which a proxy without attributes may end."""
+    weight = weight_of()
+    chain = [make([weight], lr=1.0)]
+    for _ in range(2):
+        chain.append(Forwarding(chain[-1]))
+    scheduler = lr_scheduler.StepLR(chain[depth], 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(Slots(chain[-1]), weight, GradScaler("cpu"), scheduler)
 
 
 def test_torch_still_warns_of_a_scheduler_that_steps_first() -> None:

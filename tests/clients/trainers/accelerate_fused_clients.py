@@ -196,6 +196,14 @@ def test_there_is_no_scaler_without_fp16() -> None:
     assert Loop(ours(FusedSGD), "bf16").accelerator.scaler is None
 
 
+def test_a_scaler_may_be_switched_off() -> None:
+    handlers = [GradScalerKwargs(enabled=False)]
+    want = theirs(torchs(FusedSGD), "fp16", handlers=handlers).epoch().weights
+    got = Loop(ours(FusedSGD), "fp16", handlers=handlers).epoch()
+    assert not got.accelerator.scaler.is_enabled()
+    assert_close(got.weights, want, MIXED)
+
+
 def test_bad_options_are_refused() -> None:
     with pytest.raises(ValueError, match=r"GradScaler: max_scale must be a number above 0, got -1"):
         Loop(ours(FusedSGD), "fp16", handlers=[FusedGradScalerKwargs(max_scale=-1.0)])

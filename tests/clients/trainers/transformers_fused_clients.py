@@ -78,7 +78,7 @@ def trainer(
     quiet: dict[str, Any] = {"report_to": [], "disable_tqdm": True, "logging_steps": 1, "log_level": "error"}
     wanted = arguments_kind(str(folder), use_cpu=True, **quiet | settings | ADAMW | arguments)
     passed = (given(model.parameters()) if given else None, None)
-    return kind(model, wanted, train_dataset=data(name), optimizers=passed)
+    return kind(model, wanted, train_dataset=data(name), eval_dataset=data(name), optimizers=passed)
 
 
 def trained(*args: Any, **kwargs: Any) -> Trainer:
@@ -234,12 +234,16 @@ class Gradients(TrainerCallback):
         self.largest += [p.grad.abs().max().item() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("how", [{}, {"fp16": True}], ids=["fp32", "fp16"])
-def test_callbacks_see_clipped_gradients(tmp_path: Path, how: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("how", "of_object"), [({}, False), ({"fp16": True}, False), ({}, True)], ids=["fp32", "fp16", "of-the-object"]
+)
+def test_callbacks_see_clipped_gradients(tmp_path: Path, how: dict[str, Any], of_object: bool) -> None:
     runs = []
     for kind in (Trainer, FusedTrainer):
         run = trainer(kind, tmp_path, max_grad_norm=0.1, **how)
-        run.add_callback(callback := Gradients())
+        callback, plain = Gradients(), TrainerCallback()
+        plain.on_pre_optimizer_step = callback.on_pre_optimizer_step  # type: ignore[method-assign]
+        run.add_callback(plain if of_object else callback)
         run.train()
         runs.append((callback.largest, logged(run, "grad_norm"), weights(run.model)))
     assert max(filter(math.isfinite, runs[0][0])) < 0.1
@@ -353,6 +357,68 @@ def test_given_optimizers_are_used(tmp_path: Path) -> None:
     assert type(inside(other)) is torch.optim.SGD
     assert_same_bits(weights(other.model), weights(theirs.model))
     assert logged(other, "grad_norm") == logged(theirs, "grad_norm")
+
+
+class Two(torch.optim.Optimizer):
+    """An optimizer for matrices and one for the rest, as one."""
+
+    def __init__(self, params: Any, kind: type, **options: Any) -> None:
+        params = list(params)
+        super().__init__(params, {"lr": 0.1})
+        self.first, self.second = (
+            kind([p for p in params if (p.ndim > 1) is large], lr=0.1, **options) for large in (True, False)
+        )
+
+    def step(self, closure: Any = None) -> None:
+        self.first.step()
+        self.second.step()
+
+
+def test_the_trainer_clips_for_an_optimizer_of_several(tmp_path: Path) -> None:
+    """By the norm of all gradients. A fused optimizer would clip by the norm of its own."""
+    theirs, run = (
+        trained(kind, tmp_path, given=functools.partial(Two, kind=optimizer), max_grad_norm=0.05)
+        for kind, optimizer in ((Trainer, torch.optim.SGD), (FusedTrainer, FusedSGD))
+    )
+    assert logged(run, "grad_norm") == pytest.approx(logged(theirs, "grad_norm"), rel=1e-4)
+    assert_close(weights(run.model), weights(theirs.model), FP32)
+
+
+@pytest.mark.parametrize("norm", [0, 1.0], ids=["none", "another"])
+def test_another_max_grad_norm_is_refused(tmp_path: Path, norm: float) -> None:
+    run = trainer(FusedTrainer, tmp_path, given=functools.partial(FusedSGD, max_grad_norm=0.01), max_grad_norm=norm)
+    before = weights(run.model)
+    message = rf"max_grad_norm of TrainingArguments must be that of FusedSGD, which is 0.01, got {norm}; set one"
+    with pytest.raises(ValueError, match=message):
+        run.train()
+    assert_same_bits(weights(run.model), before)
+
+
+def test_the_default_optimizer_does_not_count_skips(tmp_path: Path) -> None:
+    """`Trainer` counts them with its default, "adamw_torch_fused", and not with "adamw_torch"."""
+    rates = []
+    for kind, optim in ((FusedTrainer, "adamw_torch_fused"), (Trainer, "adamw_torch"), (Trainer, "adamw_torch_fused")):
+        rates.append(logged(trained(kind, tmp_path, "llama", fp16=True, optim=optim), "learning_rate"))
+    assert rates[0] == rates[1] != rates[2]
+
+
+def test_a_scaler_may_be_replaced_before_each_training(tmp_path: Path) -> None:
+    run = trained(FusedTrainer, tmp_path, fp16=True)
+    run.accelerator.scaler = GradScaler("cpu", init_scale=16.0)
+    run.train()
+    assert run.optimizer.scaler is run.accelerator.scaler and run.accelerator.scaler.get_scale() == 16
+    norms = logged(run, "grad_norm")[-STEPS:]
+    assert all(0.1 < norm < 10 for norm in norms), norms
+
+
+def test_the_best_model_has_its_masters(tmp_path: Path) -> None:
+    """Not the extra bits of the last step."""
+    options = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    best = {"load_best_model_at_end": True, "greater_is_better": True}  # the highest loss is that of the first
+    run = trained(FusedTrainer, tmp_path, "llama", torch.bfloat16, **best, **options)
+    assert run.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    exact = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2" / "fp32")
+    assert_same_bits(dict(fp32_state_dict(run.model, inside(run))), dict(exact.state_dict()))
 
 
 class FusedSeq2SeqTrainer(FusedTrainer, Seq2SeqTrainer):
