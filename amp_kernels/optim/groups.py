@@ -36,7 +36,7 @@ def param_groups(
     Args:
         model: The model.
         lr: Learning rate of the highest layer, at least 0.
-        weight_decay: Of all parameters but those above, at least 0.
+        weight_decay: Weight decay of the other parameters, at least 0.
         no_decay: Further parameters without weight decay: names, in which ``*`` stands for any text, such as
             "embeddings.*".
         layer_decay: A number above 0 and up to 1, often 0.65 to 0.9. If it is 1, all layers have the same learning

@@ -556,7 +556,7 @@ def micro_loss(net: Any, rank: int, number: int, *args: int) -> Tensor:
 @pytest.mark.parametrize("bucket", [25 * 2**20, 600], ids=["one-bucket", "buckets"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_sums_in_fp32_under_ddp(dtype: torch.dtype, bucket: int) -> None:
-    """Two processes have the gradients of one that sees all batches, to 1e-6, and step to the same bits."""
+    """Two processes have the gradients that one process gets from all batches, to 1e-6. Both step to the same bits."""
 
     def body(rank: int) -> list[Tensor]:
         ddp_integration._BUCKET_BYTES = bucket

@@ -70,7 +70,7 @@ def is_ours(thing: Any) -> bool:
 def members(name: str, kind: type) -> Iterator[str]:
     """Constructor, methods and properties that `kind` has of us, not of torch or Python.
 
-    Of a class for a trainer, what overrides a method of the trainer's own class is left out: the trainer calls it.
+    Methods that override those of a trainer's own class are left out, since only the trainer calls them.
     """
     attributes: dict[str, Any] = {}
     for base in reversed([base for base in kind.__mro__ if is_ours(base)]):

@@ -45,17 +45,23 @@ class Loop:
 
     def __init__(
         self, make: Make, precision: str = "no", *, dtype: torch.dtype = torch.float32, accumulation: int = 1,
-        clip: float | None = None, scaler: type = torch.amp.GradScaler, compiled: bool = False,
+        clip: float | None = None, scaler: type | None = torch.amp.GradScaler, compiled: bool = False,
+        kind: type[Accelerator] = Accelerator, handlers: Any = (),
     ) -> None:  # fmt: skip
+        """With `scaler` None and fp16, the accelerator must have a scaler of its own."""
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
         torch.manual_seed(0)
         self.clip = clip
         backend = {"dynamo_backend": "inductor"} if compiled else {}
-        self.accelerator = Accelerator(
-            cpu=True, mixed_precision=precision, gradient_accumulation_steps=accumulation, **backend
+        self.accelerator = kind(
+            cpu=True,
+            mixed_precision=precision,
+            gradient_accumulation_steps=accumulation,
+            kwargs_handlers=list(handlers),
+            **backend,
         )
-        if precision == "fp16":
+        if precision == "fp16" and scaler is not None:
             self.accelerator.native_amp, self.accelerator.scaler = True, scaler("cpu", init_scale=SCALE)
         model = classifier().to(dtype)
         optimizer = make(model.parameters())

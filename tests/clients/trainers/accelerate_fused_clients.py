@@ -10,25 +10,21 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import GradScalerKwargs
+from accelerate_clients import SCALE
+from accelerate_clients import Loop as AnyLoop
 from fp16_on_a_cpu import allow_fp16
-from torch.utils.data import DataLoader, TensorDataset
 from training import (
     FP32,
     MIXED,
-    Make,
     assert_close,
     assert_same_bits,
-    classifier,
     cross_entropy,
     families,
     masters,
     on_masters,
     ours,
-    samples,
     torchs,
-    weights,
 )
 
 from amp_kernels import GradScaler
@@ -39,59 +35,14 @@ from amp_kernels.integrations.accelerate import (
 )
 from amp_kernels.optim import FusedAdamW, FusedSGD, ema_
 
-SCALE = 2.0**10
-
 
 @pytest.fixture(autouse=True)
 def fp16_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     allow_fp16(monkeypatch, init_scale=SCALE)
 
 
-class Loop:
-    """An epoch is 8 batches; `overflow_at` names batches that are infinite."""
-
-    def __init__(
-        self, make: Make, precision: str = "no", *, kind: type[Accelerator] = FusedAccelerator,
-        dtype: torch.dtype = torch.float32, accumulation: int = 1, clip: float | None = None, handlers: Any = (),
-    ) -> None:  # fmt: skip
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-        torch.manual_seed(0)
-        self.clip = clip
-        self.accelerator = kind(
-            cpu=True,
-            mixed_precision=precision,
-            gradient_accumulation_steps=accumulation,
-            kwargs_handlers=list(handlers),
-        )
-        model = classifier().to(dtype)
-        optimizer = make(model.parameters())
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-        loader = DataLoader(TensorDataset(*samples(dtype)), batch_size=8)
-        prepared = self.accelerator.prepare(model, optimizer, loader, schedule)
-        self.model, self.optimizer, self.loader, self.schedule = prepared
-        self.skips: list[bool] = []
-
-    def epoch(self, overflow_at: tuple[int, ...] = ()) -> Loop:
-        for i, batch in enumerate(self.loader):
-            with self.accelerator.accumulate(self.model):
-                loss = cross_entropy(self.model, batch)
-                self.accelerator.backward(loss * (torch.inf if i in overflow_at else 1))
-                if self.clip is not None and self.accelerator.sync_gradients:
-                    self.accelerator.clip_grad_norm_(self.model.parameters(), self.clip)
-                self.optimizer.step()
-                self.skips.append(self.optimizer.step_was_skipped)
-                self.schedule.step()
-                self.optimizer.zero_grad()
-        return self
-
-    @property
-    def weights(self) -> dict[str, torch.Tensor]:
-        return weights(self.accelerator.unwrap_model(self.model))
-
-
-def theirs(make: Make, *args: Any, **options: Any) -> Loop:
-    return Loop(make, *args, kind=Accelerator, **options)
+Loop = functools.partial(AnyLoop, kind=FusedAccelerator, scaler=None)
+theirs = functools.partial(AnyLoop, kind=Accelerator, scaler=None)
 
 
 @families
