@@ -62,7 +62,7 @@ def note_skipped_step(optimizer: Any) -> None:
     first step overflowed. A torch whose schedulers read another attribute warns as it does under its own scaler.
     """
     if isinstance(optimizer, torch.optim.Optimizer) and hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-        optimizer._opt_called = True
+        optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
 def dispatch_modes() -> list[Any] | None:

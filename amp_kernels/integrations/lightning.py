@@ -15,14 +15,15 @@ Examples:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
@@ -51,10 +52,21 @@ class FusedPrecision(MixedPrecision):
     - fp16 uses `amp_kernels.GradScaler`, also with "16-true", for which Lightning has no scaler. Steps of a fused
       optimizer do not wait for the device.
 
-    If a module or a callback overrides `on_before_optimizer_step`, or the module `configure_gradient_clipping`, this
-    hook may read the gradients. The scaler then unscales them first, which takes one pass. The same holds for
-    `gradient_clip_algorithm="value"`, for DTensors (ModelParallelStrategy), for `clip_gradients` in manual optimization
-    before the step, and for other optimizers. These are clipped by torch.
+    Torch clips in all other cases: `gradient_clip_algorithm="value"`, an overridden `configure_gradient_clipping`,
+    `self.clip_gradients`, DTensors (ModelParallelStrategy) and other optimizers. The scaler unscales the gradients
+    first, which takes one pass. It also unscales them if the module or a callback overrides `on_before_optimizer_step`,
+    because this hook may read them. Other hooks see scaled gradients with fp16. After the step gradients may be scaled
+    and unclipped, since a fused optimizer does not write them.
+
+    With "16-true" gradients are fp16, so unscaling loses values below 6e-8. To keep them, let the step clip and
+    override neither of these two hooks.
+
+    In manual optimization with fp16, step an optimizer right after its `clip_gradients`. If another backward pass or
+    the step of another optimizer comes first, that raises an error. Each step adapts the scale. So if two optimizers
+    step after one backward pass, the second may divide by another scale, as with Lightning's own plugin.
+
+    If `training_step` returns None under a scaler, there is no step. Gradients are then not clipped, and
+    `on_before_optimizer_step` is not called.
 
     A fused optimizer may have a `max_grad_norm` of its own. The Trainer then must have the same `gradient_clip_val`, or
     none.
@@ -95,7 +107,7 @@ class FusedPrecision(MixedPrecision):
         super().__init__("bf16-mixed", "cpu")  # refuses "true"; `connect` sets the device
         self.precision, self.scaler = precision, scaler
         self._half = HalfPrecision(precision) if precision.endswith("-true") else None
-        self._stepping: Any = None  # the optimizer whose step is in progress
+        self._clipping: FusedOptimizer | None = None  # has the Trainer's `max_grad_norm` for the step in progress
 
     def connect(self, model: torch.nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
         """Read the device from the module. Lightning calls this after it has placed the module there."""
@@ -127,34 +139,69 @@ class FusedPrecision(MixedPrecision):
         return super().forward_context() if self._half is None else self._half.forward_context()
 
     # -------------------------------------------------------------------------------------------- steps and clipping
+    def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
+        """Scale the loss, under a scaler.
+
+        Raises:
+            RuntimeError: Gradients are unscaled, so those of this backward pass must not be added to them.
+        """
+        self._check_scaled(module)
+        return super().pre_backward(tensor, module)
+
     def optimizer_step(self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any) -> Any:
-        """Run the closure and step the optimizer, under the scaler if there is one."""
-        with self._step_of(optimizer):
+        """Run the closure and step the optimizer, under the scaler if there is one.
+
+        Raises:
+            RuntimeError: Gradients of another optimizer are unscaled. Weights have not changed.
+        """
+        try:
             if self.scaler is None or isinstance(optimizer, torch.optim.LBFGS):  # which Lightning refuses in words
                 return super().optimizer_step(optimizer, model, closure, **kwargs)
-            result = closure()
-            is_skipped = result is None and model.automatic_optimization  # `training_step` returned None
-            if not is_skipped and _reads_gradients(model):
-                self._unscale(optimizer)
-            self._after_closure(model, optimizer)  # hooks and clipping; only Precision's private method calls them
-            if is_skipped:
-                return None
-            result = self.scaler.step(optimizer, **kwargs)
-            self.scaler.update()
-            return result
-
-    @contextmanager
-    def _step_of(self, optimizer: Any) -> Iterator[None]:
-        """Notes that a step is in progress. Afterwards the optimizer has the `max_grad_norm` that it had before."""
-        groups = optimizer.param_groups if isinstance(optimizer, FusedOptimizer) else []
-        kept = [group["max_grad_norm"] for group in groups]
-        self._stepping = optimizer
-        try:
-            yield
+            return self._step_under(self.scaler, optimizer, model, closure, **kwargs)
         finally:
-            self._stepping = None
-            for group, max_grad_norm in zip(groups, kept, strict=True):
-                group["max_grad_norm"] = max_grad_norm
+            if self._clipping is not None:
+                self._clipping.max_grad_norm = None
+                self._clipping = None
+
+    def _step_under(
+        self, scaler: torch.amp.GradScaler, optimizer: Any, model: LightningModule, closure: Any, **kwargs: Any
+    ) -> Any:
+        result = closure()
+        if result is None and model.automatic_optimization:  # `training_step` returned None
+            return None
+        self._check_scaled(model, stepping=optimizer)
+        if _reads_gradients(model):
+            self._unscale(optimizer)
+        self._after_closure(model, optimizer)  # hooks and clipping; only Precision's private method calls them
+        result = scaler.step(optimizer, **kwargs)
+        scaler.update()
+        return result
+
+    def _clip_gradients(
+        self,
+        model: LightningModule | torch.nn.Module,
+        optimizer: Any,
+        clip_val: int | float | None = None,
+        gradient_clip_algorithm: GradClipAlgorithmType | None = None,
+    ) -> None:
+        """Lets the step clip if only Lightning's own `configure_gradient_clipping` would clip, by the norm.
+
+        Lightning calls this private method once before each step. `clip_gradients` may be called by other code too,
+        which then expects clipped gradients.
+        """
+        is_lightnings = model.automatic_optimization and not is_overridden("configure_gradient_clipping", model)
+        is_by_norm = gradient_clip_algorithm in (None, GradClipAlgorithmType.NORM)
+        is_ours = isinstance(optimizer, FusedOptimizer)
+        # With DTensors a step sees this rank's part of the gradients only.
+        if not clip_val or clip_val <= 0 or not (is_lightnings and is_by_norm and is_ours) or _is_sharded(optimizer):
+            super()._clip_gradients(model, optimizer, clip_val, gradient_clip_algorithm)
+        elif optimizer.max_grad_norm is None:
+            optimizer.max_grad_norm, self._clipping = clip_val, optimizer
+        elif optimizer.max_grad_norm != clip_val:
+            raise ValueError(
+                f"FusedPrecision: gradient_clip_val must be the max_grad_norm of {type(optimizer).__name__}, which is "
+                f"{optimizer.max_grad_norm}, got {clip_val}; leave one of the two out"
+            )
 
     def clip_gradients(
         self,
@@ -162,38 +209,41 @@ class FusedPrecision(MixedPrecision):
         clip_val: float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        """Clip gradients, or let the step in progress clip them. Lightning and `self.clip_gradients` call this.
+        """Clip gradients by torch, after unscaling. `self.clip_gradients` of a module calls this.
 
         Args:
             optimizer: The optimizer, or the object that `self.optimizers()` returns.
             clip_val: The norm or value to clip by. 0 or less does not clip.
             gradient_clip_algorithm: By the norm of all gradients, or each element by value.
-
-        Raises:
-            ValueError: `clip_val` differs from the optimizer's `max_grad_norm`. Weights have not changed.
         """
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
-        if clip_val <= 0:
-            return
-        is_by_norm = gradient_clip_algorithm == GradClipAlgorithmType.NORM
-        is_ours = isinstance(optimizer, FusedOptimizer)
-        # With DTensors a step sees this rank's part of the gradients only.
-        if is_by_norm and optimizer is self._stepping and is_ours and not _is_sharded(optimizer):
-            _set_max_grad_norm(optimizer, clip_val)
-            return
-        if self.scaler is not None:
+        if clip_val > 0:
             self._unscale(optimizer)
-        # Not MixedPrecision's method, which raises an error for optimizers that read the scale in their step.
-        Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
+            # Not MixedPrecision's method, which raises an error for optimizers that read the scale in their step.
+            Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
 
     def _unscale(self, optimizer: Any) -> None:
         """Unscales the gradients of this step, unless that was done."""
-        assert self.scaler is not None
-        # A second call of `unscale_` raises an error, and no public method tells whether there was a first one.
-        states = self.scaler._per_optimizer_states
-        if self.scaler.is_enabled() and states[id(optimizer)]["stage"] is OptState.READY:
+        if self.scaler is not None and not self._is_unscaled(optimizer):
             self.scaler.unscale_(optimizer)
+
+    def _is_unscaled(self, optimizer: Any) -> bool:
+        if self.scaler is None or not self.scaler.is_enabled():
+            return False
+        # A second call of `unscale_` raises an error, and no public method tells whether there was a first one.
+        return self.scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.UNSCALED
+
+    def _check_scaled(self, module: LightningModule, stepping: Any = None) -> None:
+        """Raises an error if gradients are unscaled. Those of the optimizer `stepping` may be."""
+        for index, optimizer in enumerate(module.trainer.optimizers):
+            if optimizer is not stepping and self._is_unscaled(optimizer):
+                what = "the step of another optimizer" if stepping is not None else "a backward pass"
+                raise RuntimeError(
+                    f"FusedPrecision: gradients must be scaled before {what}, got unscaled ones of optimizer {index} "
+                    f"({type(optimizer).__name__}), which clip_gradients unscaled; with fp16 call its step right after "
+                    "clip_gradients"
+                )
 
     # ---------------------------------------------------------------------------------------------------- checkpoints
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -217,16 +267,6 @@ def _reads_gradients(module: LightningModule) -> bool:
 
 def _is_sharded(optimizer: torch.optim.Optimizer) -> bool:
     return any(isinstance(param, DTensor) for group in optimizer.param_groups for param in group["params"])
-
-
-def _set_max_grad_norm(optimizer: FusedOptimizer, clip_val: float) -> None:
-    if optimizer.max_grad_norm not in (None, clip_val):
-        raise ValueError(
-            f"FusedPrecision: gradient_clip_val must be the max_grad_norm of {type(optimizer).__name__}, which is "
-            f"{optimizer.max_grad_norm}, got {clip_val}; leave one of the two out"
-        )
-    for group in optimizer.param_groups:
-        group["max_grad_norm"] = clip_val
 
 
 class OptimizerMonitor(Callback):
@@ -271,12 +311,17 @@ class FusedEMA(Callback):
     weights. Afterwards the weights and their masters have the same bits as before, so the training is the same with and
     without this callback. After training the weights are those of the last step, not the averages.
 
+    Each `fit` begins with the masters, or with the averages of its `ckpt_path`. Evaluation of another checkpoint uses
+    the averages in this checkpoint. If there are none, it uses the weights. If you change weights yourself after
+    training, evaluate them with a Trainer that does not have this callback.
+
     Buffers, such as the statistics of batch norm, are not averaged. The averages take 4 bytes per weight, and
     evaluation takes one more copy of the weights.
 
     A checkpoint holds the averages in fp32 as `checkpoint["ema_state_dict"]`, by the names of the module's parameters.
     `module.load_state_dict(checkpoint["ema_state_dict"], strict=False)` loads them. With `save_weights_only=True`
-    Lightning does not ask callbacks, and they are missing.
+    Lightning does not ask callbacks, and they are missing. If `validation_step` calls
+    `trainer.save_checkpoint(path, weights_only=True)`, the file has the rounded averages as `state_dict`.
 
     Args:
         decay: From 0 to 1. Averages become `decay * average + (1 - decay) * master`.
@@ -305,6 +350,12 @@ class FusedEMA(Callback):
         self._handles: list[RemovableHandle] = []
 
     # ------------------------------------------------------------------------------------------------------- training
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Drop the averages of an earlier `fit`. Lightning restores a checkpoint after this."""
+        self._loaded = None
+        if stage == "fit":
+            self._averages = {}
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin with the masters, or with the averages of a checkpoint, and follow the steps of all optimizers."""
         for optimizer in trainer.optimizers:
@@ -318,8 +369,6 @@ class FusedEMA(Callback):
                     "FusedEMA: parameters must not be sharded, got a DTensor; call amp_kernels.optim.ema_ in the module"
                 )
         self._adopt_loaded(pl_module)
-        params = set(pl_module.parameters())  # the callback may have been used with another module before
-        self._averages = {param: average for param, average in self._averages.items() if param in params}
         for optimizer in trainer.optimizers:
             self._averages_of(optimizer)
             self._handles.append(optimizer.register_step_post_hook(self._after_step))
@@ -353,15 +402,15 @@ class FusedEMA(Callback):
     # ----------------------------------------------------------------------------------------------------- evaluation
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put the averages in place of the weights."""
-        self._put_in(pl_module)
+        self._put_in(trainer, pl_module)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put the averages in place of the weights."""
-        self._put_in(pl_module)
+        self._put_in(trainer, pl_module)
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put the averages in place of the weights."""
-        self._put_in(pl_module)
+        self._put_in(trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put the weights back. Lightning calls this before the callbacks that save checkpoints."""
@@ -376,7 +425,10 @@ class FusedEMA(Callback):
         self._put_back()
 
     @torch.no_grad()
-    def _put_in(self, pl_module: LightningModule) -> None:
+    def _put_in(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Not in `setup`, where `ckpt_path` is that of the run before.
+        if trainer.state.fn != TrainerFn.FITTING and trainer.ckpt_path:
+            self._averages = {}  # they belong to other weights
         self._adopt_loaded(pl_module)
         self._weights = {param: param.detach().clone() for param in self._averages}
         for param, average in self._averages.items():
@@ -400,7 +452,7 @@ class FusedEMA(Callback):
             name: self._averages[param] for name, param in _named(pl_module).items() if param in self._averages
         }
         for name, param in _named(pl_module).items():
-            if param in self._weights:
+            if param in self._weights and name in checkpoint["state_dict"]:
                 checkpoint["state_dict"][name] = self._weights[param]
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

@@ -137,7 +137,8 @@ class ModelEma(utils.ModelEmaV3):
             step: The number of the step, for the warm-up of the decay, as in `ModelEmaV3`.
 
         Raises:
-            ValueError: The optimizer trains a parameter that `model` does not hold. Nothing was modified.
+            ValueError: The optimizer trains a parameter that `model` does not hold. Or `model` has other shapes or
+                another number of parameters and buffers than the averaged model. Nothing was modified.
 
         Examples:
             >>> import amp_kernels.integrations.timm
@@ -153,6 +154,11 @@ class ModelEma(utils.ModelEmaV3):
             1.25
         """
         decay = self.get_decay(step)
+        if _shapes(model) != _shapes(self.module):
+            raise ValueError(
+                "ModelEma.update: model must have the parameters and buffers of the averaged model, got one with other "
+                "shapes or another number of them; pass the model that the optimizer trains"
+            )
         # By position, as in ModelEmaV3: wrappers of the model put a prefix before its names.
         averages = {id(p): a for p, a in zip(model.parameters(), self.module.parameters(), strict=True)}
         trained = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -166,6 +172,10 @@ class ModelEma(utils.ModelEmaV3):
                 _follow(averages[id(p)], p, decay)
         for average, buffer in zip(self.module.buffers(), model.buffers(), strict=True):
             _follow(average, buffer, 0.0 if self.exclude_buffers else decay)
+
+
+def _shapes(model: nn.Module) -> tuple[list[torch.Size], list[torch.Size]]:
+    return [p.shape for p in model.parameters()], [b.shape for b in model.buffers()]
 
 
 def _follow(average: Tensor, value: Tensor, decay: float) -> None:

@@ -61,7 +61,7 @@ def train(what, optimizer, callbacks, **precision):
     loaders = DataLoader(training, BATCH, shuffle=True), DataLoader(validation, 360)
     model = Classifier(optimizer)
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = Trainer(max_epochs=EPOCHS, gradient_clip_val=1.0, callbacks=callbacks, **quiet, **precision)
+    trainer = Trainer(max_epochs=EPOCHS, devices=1, gradient_clip_val=1.0, callbacks=callbacks, **quiet, **precision)
     trainer.fit(model, *loaders)
     size = nbytes(model, trainer.optimizers[0]) / sum(p.numel() for p in model.parameters())
     norm = trainer.callback_metrics.get("grad_norm")  # from OptimizerMonitor

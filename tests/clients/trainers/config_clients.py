@@ -136,11 +136,17 @@ def test_state_dtype() -> None:
     assert optimizer.param_groups[0].keys() == wanted
 
 
-def test_groups() -> None:
+def by_keyword(groups: Any) -> Any:
+    """Without `_convert_` hydra passes each group as a DictConfig, which torch refuses."""
+    return hydra.utils.instantiate(OmegaConf.create(YAML), params=groups, _convert_="all")
+
+
+@pytest.mark.parametrize("way", [instantiated, by_keyword])
+def test_groups(way: Callable[[Any], Any]) -> None:
     """Parameter groups are made by the program. A list of them passes through hydra as it is."""
     model = classifier()
     groups = [{"params": list(model[:2].parameters()), "lr": 0.5}, {"params": list(model[2:].parameters())}]
-    optimizer = instantiated(groups)
+    optimizer = way(groups)
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 1e-2]
     assert all(
         p is q

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import warnings
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_clients import Automatic, Manual, batches
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -161,6 +161,63 @@ def test_own_clipping_sees_unscaled_gradients(tmp_path: Path) -> None:
     assert_close(weights(got), weights(want), MIXED)
 
 
+class ClipsTwice(Automatic):
+    """Between the two, reads the norm and changes the gradients."""
+
+    def __init__(self, make: Make) -> None:
+        super().__init__(make)
+        self.norms: list[torch.Tensor] = []
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.clip_gradients(optimizer, 2 * CLIP, "norm")
+        self.norms.append(torch.nn.utils.get_total_norm([p.grad for p in self.parameters()]))
+        for param in self.layers[0].parameters():
+            param.grad.mul_(4)
+        self.clip_gradients(optimizer, 3 * CLIP, "norm")
+
+
+@mixed
+def test_clipping_in_a_hook_of_the_module_is_done_at_once(tmp_path: Path, precision: str) -> None:
+    want = fit(tmp_path, ClipsTwice(torchs(FusedSGD)), lightnings(precision))
+    got = fit(tmp_path, ClipsTwice(ours(FusedSGD)), plugin(precision))
+    torch.testing.assert_close(got.norms, want.norms, rtol=MIXED, atol=0)
+    assert_close(weights(got), weights(want), MIXED)
+
+
+class AddsGroup(Automatic):
+    """Trains another layer from the third batch on."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.make(self.layers[1:].parameters())
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor | None:
+        if index == 2:
+            optimizer_of(self).add_param_group({"params": list(self.layers[0].parameters())})
+        return super().training_step(batch, index)
+
+
+@mixed
+def test_group_that_a_training_step_adds(tmp_path: Path, precision: str) -> None:
+    want = fit(tmp_path, AddsGroup(torchs(FusedSGD)), lightnings(precision), gradient_clip_val=CLIP)
+    got = fit(tmp_path, AddsGroup(ours(FusedSGD)), plugin(precision), gradient_clip_val=CLIP)
+    assert_close(weights(got), weights(want), MIXED)
+    assert [group["max_grad_norm"] for group in optimizer_of(got).param_groups] == [None, None]
+
+
+class SetsNorm(Automatic):
+    def training_step(self, batch: Any, index: int) -> torch.Tensor | None:
+        optimizer_of(self).max_grad_norm = CLIP
+        return super().training_step(batch, index)
+
+
+@mixed
+def test_max_grad_norm_that_a_training_step_sets(tmp_path: Path, precision: str) -> None:
+    want = fit(tmp_path, Automatic(ours(FusedSGD, max_grad_norm=CLIP)), plugin(precision))
+    got = fit(tmp_path, SetsNorm(ours(FusedSGD)), plugin(precision))
+    assert_same_bits(weights(got), weights(want))
+    assert optimizer_of(got).max_grad_norm == CLIP
+
+
 class Two(Manual):
     """Two optimizers, each of which clips and steps in every batch."""
 
@@ -217,6 +274,45 @@ def test_closure_in_manual_optimization(tmp_path: Path, precision: str) -> None:
     assert_close(weights(got), weights(want), MIXED)
 
 
+class ClipsBoth(Two):
+    """Clips for both optimizers, and then steps both."""
+
+    def training_step(self, batch: Any, index: int) -> None:
+        self.manual_backward(Automatic.training_step(self, batch, index))
+        for optimizer in self.optimizers():
+            self.clip_gradients(optimizer, CLIP)
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class ClipsEach(Manual):
+    """Clips after each backward pass, and steps after every second one."""
+
+    def training_step(self, batch: Any, index: int) -> None:
+        self.manual_backward(Automatic.training_step(self, batch, index))
+        self.clip_gradients(self.optimizers(), CLIP)
+        if index % 2:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+
+@precisions
+@pytest.mark.parametrize(
+    ("kind", "says"), [(ClipsBoth, "the step of another optimizer"), (ClipsEach, "a backward pass")]
+)
+def test_manual_step_must_follow_its_clipping(tmp_path: Path, precision: str, kind: type, says: str) -> None:
+    """Under a scaler: otherwise gradients would be divided twice, or scaled ones added to unscaled ones."""
+    module = kind(ours(FusedSGD))
+    if precision.startswith("16"):
+        with pytest.raises(RuntimeError, match=f"gradients must be scaled before {says}, got unscaled ones of"):
+            fit(tmp_path, module, plugin(precision))
+        assert_same_bits(weights(module), weights(kind(ours(FusedSGD)).to(module.dtype)))
+    elif precision == "bf16-mixed":
+        want = fit(tmp_path, kind(torchs(FusedSGD)), None)
+        assert_close(weights(fit(tmp_path, module, plugin(precision))), weights(want), 2 * MIXED)
+
+
 @precisions
 @clips
 def test_torch_optimizer_trains_as_under_the_plugin_of_lightning(tmp_path: Path, precision: str, clip: float) -> None:
@@ -244,12 +340,35 @@ class Skips(Automatic):
         return None if index in (0, 3) else super().training_step(batch, index)
 
 
+BY_VALUE = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}
+ACCUMULATED = {"accumulate_grad_batches": 2}
+
+
 @mixed
-def test_no_loss(tmp_path: Path, precision: str) -> None:
-    """In batches without a loss there is no step under a scaler, and one without gradients otherwise."""
-    want = fit(tmp_path, Skips(torchs(FusedSGD)), lightnings(precision), gradient_clip_val=CLIP)
-    got = fit(tmp_path, Skips(ours(FusedSGD)), plugin(precision), gradient_clip_val=CLIP)
+@pytest.mark.parametrize("make", [ours, torchs])
+@pytest.mark.parametrize(
+    "options",
+    [{"gradient_clip_val": CLIP}, {"gradient_clip_val": CLIP, **ACCUMULATED}, {**BY_VALUE, **ACCUMULATED}],
+    ids=["norm", "accumulated-norm", "accumulated-value"],
+)
+def test_no_loss(tmp_path: Path, precision: str, make: Any, options: dict[str, Any]) -> None:
+    """In batches without a loss there is no step under a scaler. Otherwise there is one with the gradients so far."""
+    want = fit(tmp_path, Skips(torchs(FusedSGD)), lightnings(precision), **options)
+    got = fit(tmp_path, Skips(make(FusedSGD)), plugin(precision), **options)
     assert_close(weights(got), weights(want), MIXED)
+
+
+@mixed
+def test_disabled_scaler(tmp_path: Path, precision: str) -> None:
+    """Does nothing, and clipping does not ask it."""
+    its = FusedPrecision(precision, GradScaler("cpu", enabled=False) if precision == "16-mixed" else None)
+    want = fit(tmp_path, Automatic(torchs(FusedSGD)), lightnings("bf16-mixed"), **BY_VALUE)
+    assert_close(weights(fit(tmp_path, Automatic(ours(FusedSGD)), its, **BY_VALUE)), weights(want), 2 * MIXED)
+
+
+def test_lbfgs_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(MisconfigurationException, match="AMP and the LBFGS optimizer are not compatible"):
+        fit(tmp_path, Automatic(torch.optim.LBFGS), plugin("16-mixed"))
 
 
 class Sharded(Automatic):
@@ -415,8 +534,9 @@ def test_scheduler_that_does_not_count_skips(tmp_path: Path) -> None:
 @families
 @precisions
 def test_resume_is_bit_equal(tmp_path: Path, family: type, precision: str) -> None:
-    """Weights, states, scaler and averages, with clipping and skips."""
-    options: dict[str, Any] = {"max_epochs": 2, "gradient_clip_val": CLIP}
+    """Weights, states, scaler and averages, with clipping, skips and validation."""
+    options: dict[str, Any] = {"max_epochs": 2, "gradient_clip_val": CLIP, "val_check_interval": 4}
+    options["limit_val_batches"] = 1
     saves = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
     make = lambda: Automatic(ours(family), OVERFLOW_AT if precision.startswith("16") else ())  # noqa: E731
     averages = FusedEMA(DECAY), FusedEMA(DECAY)
@@ -449,7 +569,12 @@ def test_resume_with_the_other_plugin(tmp_path: Path, precision: str, direction:
 
 class SavesMasters(Automatic):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["state_dict"] = fp32_state_dict(self, optimizer_of(self))
+        if self.trainer.optimizers:  # there are none in `validate` and `test`
+            (optimizer,) = self.trainer.optimizers
+            checkpoint["state_dict"] = fp32_state_dict(self, optimizer)
+
+    def test_step(self, batch: Any, index: int) -> None:
+        self.trainer.save_checkpoint(Path(self.trainer.default_root_dir) / "tested.ckpt")
 
 
 @pytest.mark.parametrize("precision", ["16-true", "bf16-true"])
@@ -472,6 +597,11 @@ def test_saves_fp32_weights(tmp_path: Path, precision: str) -> None:
     optimizer = fresh.configure_optimizers()
     load_fp32_state_dict(fresh, optimizer, saved)
     assert_same_bits(masters(optimizer), masters(optimizer_of(whole)))
+
+    tested = make()
+    trainer(tmp_path, plugin(precision), limit_test_batches=1).test(tested, batches(), verbose=False)
+    saved = torch.load(tmp_path / "tested.ckpt", weights_only=True)["state_dict"]
+    assert_same_bits(dict(saved), weights(tested))
 
 
 # ---------------------------------------------------------------------------------------------------------- the monitor
@@ -617,19 +747,30 @@ def test_averages_do_not_change_the_training(tmp_path: Path, family: type, preci
 
 
 class Saves(Automatic):
-    """Saves a checkpoint in the midst of validation, where the averages are in place of the weights."""
+    """Saves checkpoints in the midst of validation, where the averages are in place of the weights."""
 
     def validation_step(self, batch: Any, index: int) -> None:
-        self.trainer.save_checkpoint(Path(self.trainer.default_root_dir) / "amid.ckpt")
+        for name, weights_only in (("amid", False), ("weights", True)):
+            path = Path(self.trainer.default_root_dir) / f"{name}.ckpt"
+            self.trainer.save_checkpoint(path, weights_only=weights_only)
 
 
-def test_checkpoint_amid_validation_holds_the_weights(tmp_path: Path) -> None:
+class LeavesOut(Saves):
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {name: value for name, value in super().state_dict(*args, **kwargs).items() if "bias" not in name}
+
+
+@pytest.mark.parametrize("kind", [Saves, LeavesOut])
+def test_checkpoints_amid_validation(tmp_path: Path, kind: type) -> None:
+    """A full one holds the weights. One of the weights only holds the averages, since callbacks are not asked."""
     ema = FusedEMA(DECAY)
-    module = fit(tmp_path, Saves(ours(FusedSGD)), plugin("bf16-true"), callbacks=[ema], limit_val_batches=1)
+    module = fit(tmp_path, kind(ours(FusedSGD)), plugin("bf16-true"), callbacks=[ema], limit_val_batches=1)
     saved = torch.load(tmp_path / "amid.ckpt", weights_only=True)
-    assert_same_bits(dict(saved["state_dict"]), weights(module))
+    assert_same_bits(dict(saved["state_dict"]), {name: weights(module)[name] for name in module.state_dict()})
     averages = {name: ema._averages[param] for name, param in module.named_parameters()}
     assert_same_bits(saved["ema_state_dict"], averages)
+    rounded = {name: averages[name].bfloat16() for name in module.state_dict()}
+    assert_same_bits(dict(torch.load(tmp_path / "weights.ckpt", weights_only=True)["state_dict"]), rounded)
 
 
 def test_checkpoint_evaluates_with_its_averages(tmp_path: Path) -> None:
@@ -642,6 +783,32 @@ def test_checkpoint_evaluates_with_its_averages(tmp_path: Path) -> None:
     its.test(fresh, batches(), ckpt_path=tmp_path / "saved.ckpt", verbose=False)
     for got, average in zip(fresh.evaluated[0].values(), ema._averages.values(), strict=True):
         assert torch.equal(got, average.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("weights_only", [True, False], ids=["weights-only", "without-averages"])
+def test_checkpoint_without_averages_evaluates_with_its_weights(tmp_path: Path, weights_only: bool) -> None:
+    saves = ModelCheckpoint(tmp_path, "saved", save_weights_only=weights_only)
+    fit(tmp_path, Watches(ours(FusedSGD)), plugin("bf16-true"), callbacks=[saves], enable_checkpointing=True)
+    want = dict(torch.load(tmp_path / "saved.ckpt", weights_only=True)["state_dict"])
+    options: dict[str, Any] = {"max_epochs": 3, "callbacks": [FusedEMA(DECAY)], "limit_val_batches": 1}
+    module = fit(tmp_path, Watches(ours(FusedSGD)), plugin("bf16-true"), **options)
+    for run in (module.trainer.test, module.trainer.validate):
+        module.evaluated.clear()
+        run(module, batches(), ckpt_path=tmp_path / "saved.ckpt", verbose=False)
+        assert_same_bits(module.evaluated[0], want)
+        assert_same_bits(weights(module), want)
+
+
+def test_another_fit_begins_with_the_masters(tmp_path: Path) -> None:
+    ema, module = FusedEMA(DECAY), Watches(ours(FusedSGD))
+    options: dict[str, Any] = {"callbacks": [ema], "limit_val_batches": 1}
+    for _ in range(2):
+        module.seen.clear()
+        module.evaluated.clear()
+        before = weights(module.bfloat16())
+        fit(tmp_path, module, plugin("bf16-true"), **options)
+        assert_same_bits(module.evaluated[0], before)  # in the sanity check before training
+        torch.testing.assert_close(list(ema._averages.values()), by_hand(module.seen), rtol=1e-6, atol=1e-6)
 
 
 class Fails(Automatic):
@@ -686,14 +853,15 @@ def test_errors_of_the_average(tmp_path: Path) -> None:
         fit(tmp_path, Automatic(torchs(FusedSGD)), plugin("bf16-mixed"), callbacks=[FusedEMA()])
     with pytest.raises(RuntimeError, match="more than one stateful callback of type `FusedEMA`"):
         trainer(tmp_path, None, callbacks=[FusedEMA(0.9), FusedEMA(0.99)])
-    module = Automatic(ours(FusedSGD))
-    before = copy.deepcopy(weights(module))
+    saves = [FusedEMA(), ModelCheckpoint(tmp_path, "saved")]
+    fit(tmp_path, Automatic(ours(FusedSGD)), plugin("bf16-mixed"), callbacks=saves, enable_checkpointing=True)
+    saved = torch.load(tmp_path / "saved.ckpt", weights_only=True)
     for averages, says in (
         ({"other": torch.ones(1)}, "a parameter of the module"),
         ({"layers.3.bias": torch.ones(2)}, "of shape"),
     ):
-        ema = FusedEMA()
-        ema.on_load_checkpoint(None, module, {"ema_state_dict": averages})
+        torch.save({**saved, "ema_state_dict": averages}, tmp_path / "other.ckpt")
+        module, options = Automatic(ours(FusedSGD)), {"callbacks": [FusedEMA()], "ckpt_path": tmp_path / "other.ckpt"}
         with pytest.raises(ValueError, match=f"of the checkpoint must be {says}"):
-            fit(tmp_path, module, plugin("bf16-mixed"), callbacks=[ema])
-        assert_same_bits(weights(module), before)
+            fit(tmp_path, module, plugin("bf16-mixed"), max_epochs=2, **options)
+        assert_same_bits(weights(module), dict(saved["state_dict"]))

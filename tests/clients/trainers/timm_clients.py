@@ -413,4 +413,7 @@ def test_ema_refuses_before_anything_changes() -> None:
     before = weights(ema.module)
     with pytest.raises(ValueError, match=r"ModelEma.update: model must hold all parameters of the optimizer"):
         ema.update(vit())
+    for other in (torch.nn.Linear(2, 2), torch.nn.ModuleList([model, torch.nn.BatchNorm2d(2, affine=False)])):
+        with pytest.raises(ValueError, match=r"model must have the parameters and buffers of the averaged model, got"):
+            ema.update(other)
     assert_same_bits(weights(ema.module), before)
