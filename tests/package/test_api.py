@@ -47,7 +47,7 @@ def present_integrations() -> dict[str, ModuleType]:
         try:
             found[name] = importlib.import_module(name)
         except ModuleNotFoundError as absent:
-            assert absent.name is not None and absent.name.partition(".")[0] == name.rpartition(".")[2], absent
+            assert absent.name is not None and absent.name.partition(".")[0] not in ("amp_kernels", "torch"), absent
     return found
 
 
