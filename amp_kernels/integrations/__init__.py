@@ -1,4 +1,4 @@
-"""What trainers need to use the fused optimizers: one module for each library.
+"""The fused optimizers in trainers: one module for each library.
 
 Import the module of your trainer, for example `amp_kernels.integrations.lightning`. Nothing else in amp_kernels imports
 these modules, so no trainer has to be installed.

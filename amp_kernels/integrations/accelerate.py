@@ -20,9 +20,9 @@ __all__ = ["FusedAcceleratedOptimizer", "FusedAccelerator", "FusedGradScalerKwar
 
 @dataclass
 class FusedGradScalerKwargs(_GradScalerKwargs):
-    """accelerate's `GradScalerKwargs` with the options that only `amp_kernels.GradScaler` has.
+    """accelerate's `GradScalerKwargs` with `min_scale`, `max_scale` and `hysteresis` of `amp_kernels.GradScaler`.
 
-    Only `FusedAccelerator` takes it. It also takes accelerate's own `GradScalerKwargs`.
+    Only `FusedAccelerator` takes this handler. `FusedAccelerator` takes accelerate's own `GradScalerKwargs` too.
 
     Attributes:
         init_scale: As in accelerate.
@@ -46,7 +46,7 @@ class FusedGradScalerKwargs(_GradScalerKwargs):
 
 
 class FusedAcceleratedOptimizer(AcceleratedOptimizer):
-    """What `FusedAccelerator.prepare` returns for a fused optimizer: an `AcceleratedOptimizer` that does not wait.
+    """The wrapper that `FusedAccelerator.prepare` puts around a fused optimizer. Its step does not wait.
 
     accelerate finds out whether a step was skipped by wrapping `optimizer.step`. A wrapped step makes the scaler wait
     for the device, and read and write the gradients once more. This class leaves the step as it is. The host waits

@@ -45,10 +45,10 @@ _KEY_OF_LIGHTNING = MixedPrecision.__qualname__
 class FusedPrecision(MixedPrecision):
     """Precision plugin for `Trainer(plugins=...)` whose `gradient_clip_val` works with the fused optimizers.
 
-    Forward passes run as under the Trainer's ``precision`` of the same name. In two things the plugin differs:
+    Forward passes run as under the Trainer's ``precision`` of the same name. The plugin differs in two things:
 
     - A fused optimizer clips by `gradient_clip_val` inside its step, as with `max_grad_norm`. No other pass over the
-      gradients is needed. Lightning's own mixed precision raises an error.
+      gradients is needed. Lightning's own mixed precision refuses to clip for them.
     - fp16 uses `amp_kernels.GradScaler`, also with "16-true", for which Lightning has no scaler. Steps of a fused
       optimizer do not wait for the device.
 
@@ -59,7 +59,7 @@ class FusedPrecision(MixedPrecision):
     and unclipped, since a fused optimizer does not write them.
 
     With "16-true" gradients are fp16, so unscaling loses values below 6e-8. To keep them, let the step clip and
-    override neither of these two hooks.
+    override neither `on_before_optimizer_step` nor `configure_gradient_clipping`.
 
     In manual optimization with fp16, step an optimizer right after its `clip_gradients`. If another backward pass or
     the step of another optimizer comes first, that raises an error. Each step adapts the scale. So if two optimizers
@@ -276,10 +276,10 @@ class OptimizerMonitor(Callback):
     `trainer.callback_metrics`. They stay on the device until Lightning logs them, so steps in between do not wait.
 
     - `grad_norm`: The norm before clipping. With several fused optimizers there is a `grad_norm-0`, a `grad_norm-1`
-      and so on, in the order of `trainer.optimizers`. It is there if a step measures it: if the optimizer clips inside
-      its step, or under `amp_kernels.GradScaler`. After an overflow it is NaN or inf.
-    - `loss_scale`: The scale for the next step. It is there under a scaler.
-    - `skipped_steps`: The number of skipped steps since the scaler was made, resumed runs included. It is there under
+      and so on, in the order of `trainer.optimizers`. Logged if the step clips, or under `amp_kernels.GradScaler`.
+      After an overflow it is NaN or inf.
+    - `loss_scale`: The scale for the next step. Logged under a scaler.
+    - `skipped_steps`: The number of skipped steps since the scaler was made, resumed runs included. Logged under
       `amp_kernels.GradScaler`.
 
     Examples:
@@ -311,8 +311,8 @@ class FusedEMA(Callback):
     weights. Afterwards the weights and their masters have the same bits as before, so the training is the same with and
     without this callback. After training the weights are those of the last step, not the averages.
 
-    Each `fit` begins with the masters, or with the averages of its `ckpt_path`. Evaluation of another checkpoint uses
-    the averages in this checkpoint. If there are none, it uses the weights. If you change weights yourself after
+    The averages begin as the masters, or as the averages in the `ckpt_path` of `fit`. Evaluation of another checkpoint
+    uses the averages in this checkpoint. If there are none, it uses the weights. If you change weights yourself after
     training, evaluate them with a Trainer that does not have this callback.
 
     Buffers, such as the statistics of batch norm, are not averaged. The averages take 4 bytes per weight, and
@@ -320,7 +320,7 @@ class FusedEMA(Callback):
 
     A checkpoint holds the averages in fp32 as `checkpoint["ema_state_dict"]`, by the names of the module's parameters.
     `module.load_state_dict(checkpoint["ema_state_dict"], strict=False)` loads them. With `save_weights_only=True`
-    Lightning does not ask callbacks, and they are missing. If `validation_step` calls
+    Lightning calls no callback, so the file lacks them. If `validation_step` calls
     `trainer.save_checkpoint(path, weights_only=True)`, the file has the rounded averages as `state_dict`.
 
     Args:

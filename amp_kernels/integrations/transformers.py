@@ -52,8 +52,8 @@ class FusedTrainer(Trainer):
     - `optim_args` sets other options, such as "momentum=0.9, state_dtype=int8".
     - `max_grad_norm` is the norm that the step clips to. This takes no pass over the gradients of its own. An optimizer
       that is passed with another `max_grad_norm` raises an error. The log has `grad_norm`, as in `Trainer`. `Trainer`
-      clips if parameters are sharded, or if a callback has the method `on_pre_optimizer_step`, which may read the
-      gradients.
+      clips sharded parameters and for optimizers outside `amp_kernels.optim`, and if a callback overrides
+      `on_pre_optimizer_step`, which may read the gradients.
     - With `fp16=True` losses are scaled by an `amp_kernels.GradScaler`, which takes fp16 weights too.
 
     Parameters have the groups that `Trainer` makes, with their names, so that `scaler.last_overflow` can name them. If
@@ -100,7 +100,7 @@ class FusedTrainer(Trainer):
             The class of the optimizer and its keyword arguments.
 
         Raises:
-            ValueError: `optim` is none of the names that the class lists. Or `optim_args` has an unknown option, an
+            ValueError: `optim` names no fused optimizer. Or `optim_args` has an unknown option, an
                 option that other arguments set, or a value of another type.
 
         Examples:

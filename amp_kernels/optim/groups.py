@@ -29,9 +29,9 @@ def param_groups(
     for those that match `no_decay`. Formula of the learning rate: ``lr * layer_decay ** (last - layer)``, where `layer`
     is the number of the parameter's layer and `last` is the highest number (Clark et al. 2020, ELECTRA).
 
-    Parameters that share both numbers are in one group. Their names come along, so that `GradScaler.last_overflow` can
-    name them. Frozen parameters are left out. The fused optimizers update all groups in the same launches, however many
-    there are. Any further option, such as `state_dtype`, can be added to the groups.
+    There is one group per pair of learning rate and weight decay. The names come along, so that
+    `GradScaler.last_overflow` can name them. Frozen parameters are left out. The fused optimizers update all groups in
+    the same launches, however many there are. Any further option, such as `state_dtype`, can be added to the groups.
 
     Args:
         model: The model.

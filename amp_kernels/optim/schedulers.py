@@ -15,14 +15,14 @@ from ._wrappers import wrapped
 class SkipAwareScheduler(LRScheduler):
     """Steps a learning rate scheduler only for steps of the optimizer that a scaler did not skip.
 
-    torch's schedulers count skipped steps, since a fused step under a scaler skips on the device. This class asks the
-    device, and the host does not wait for the answer. Each call of `step` starts a copy of the verdict on the last
-    optimizer step, and steps the scheduler if the verdict before it was "not skipped". So where the device decides, the
-    learning rate comes one iteration late: optimizer steps 0 and 1 both have the first learning rate, and step n + 1
-    has the one that the scheduler gives after n steps. This is so on CPUs too, for equal results on every device.
+    torch's schedulers count skipped steps, since a fused step under a scaler skips on the device. Each call of `step`
+    here starts to copy the verdict on the last optimizer step to the host. It then reads the verdict that the call
+    before has copied, and steps the scheduler if that was "not skipped". So where the device decides, the learning rate
+    comes one iteration late: optimizer steps 0 and 1 both have the first learning rate, and step n + 1 has the one that
+    the scheduler gives after n steps. CPUs behave the same, so that results are equal.
 
-    Without a scaler there is no verdict, and nothing is late. Nor is it where a scaler decides on the host, as it does
-    for a step that is overridden or wrapped.
+    Without a scaler there is no verdict, and nothing is late. The same holds if a scaler decides on the host, as it
+    does for a step that is overridden or wrapped.
 
     On a GPU the host runs at most one iteration ahead of the device, since each call needs the verdict of the previous
     iteration. To combine schedulers, wrap the result: `SkipAwareScheduler(SequentialLR(...))`.
@@ -87,7 +87,7 @@ class SkipAwareScheduler(LRScheduler):
         return self.scheduler.get_last_lr()
 
     def step(self, epoch: int | None = None) -> None:
-        """Step the scheduler if the step before the last one was not skipped. Call it after each optimizer step.
+        """Step the scheduler by the verdict of the call before. Call it after each optimizer step.
 
         Args:
             epoch: Must be None, as torch deprecated it.

@@ -1,4 +1,4 @@
-"""A script that was written for NVIDIA Apex, at O1 and O2. Only its import of `amp` was changed.
+"""A script for NVIDIA Apex's levels O1 and O2, with only its `amp` import changed.
 
     pip install scikit-learn
     python apex_migration.py
