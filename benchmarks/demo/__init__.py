@@ -1,1 +1,1 @@
-"""Examples of training: `python -m benchmarks.demo`, and `benchmarks.demo.ddp` on several devices."""
+"""An example of training: `python -m benchmarks.demo`."""
