@@ -1,4 +1,7 @@
-"""Each test leaves the environment as it found it. Lightning sets LOCAL_RANK, and accelerate then looks for a launcher.
+"""Each test leaves the environment as it found it.
+
+Lightning sets LOCAL_RANK, and accelerate then looks for a launcher.
+"""
 
 from __future__ import annotations
 
