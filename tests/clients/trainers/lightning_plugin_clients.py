@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -377,7 +378,17 @@ class Sharded(Automatic):
             fully_shard(layer, mesh=self.device_mesh["data_parallel"])
 
 
+@pytest.fixture
+def own_environment() -> Iterator[None]:
+    """Lightning sets LOCAL_RANK. accelerate would later look for a launcher."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-true"])
+@pytest.mark.usefixtures("own_environment")
 def test_sharded_parameters(tmp_path: Path, precision: str) -> None:
     """FSDP2 in one process. There `max_grad_norm` raises an error, so the plugin clips by torch's function."""
     overflow_at = OVERFLOW_AT if precision == "16-mixed" else ()
