@@ -24,7 +24,7 @@ class Block(nn.Module):
 
 
 class Encoder(nn.Module):
-    """A table and a position before three blocks, a norm and two heads after them, one of which is frozen."""
+    """A table and a position before three blocks, a norm and two heads after them. The first head is frozen."""
 
     def __init__(self) -> None:
         super().__init__()

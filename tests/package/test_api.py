@@ -1,9 +1,9 @@
 """tests/api.txt lists all that users may rely on: what public modules export by `__all__`, with signatures.
 
-`python tests/package/test_api.py --write` writes it again. Where the library of a module of `amp_kernels.integrations`
-is not installed, the lines of that module stay as they are; the trainers' venv (.venv/clients) has all of them. A line
-that goes or changes breaks somebody's code, so it needs a line in CHANGELOG.md as well; a new one needs a sentence
-there that says which need it serves.
+`python tests/package/test_api.py --write` writes it again. Run it in the trainers' venv (.venv/clients), which has all
+libraries. Elsewhere the lines of `amp_kernels.integrations` whose library is absent stay as they are. A line that goes
+or changes breaks somebody's code, so it needs a line in CHANGELOG.md as well; a new one needs a sentence there that
+says which need it serves.
 
 Annotations are left out: they may become wider without anybody's code noticing. Members that torch's classes bring
 along are left out too, since they differ from torch to torch.
@@ -41,7 +41,7 @@ def integrated() -> list[str]:
 
 
 def present_integrations() -> dict[str, ModuleType]:
-    """By name, those of libraries that are installed here."""
+    """Integrations whose library is installed here, by name."""
     found = {}
     for name in integrated():
         try:
@@ -70,7 +70,7 @@ def is_ours(thing: Any) -> bool:
 def members(name: str, kind: type) -> Iterator[str]:
     """Constructor, methods and properties that `kind` has of us, not of torch or Python.
 
-    Methods that override those of a trainer's own class are left out, since only the trainer calls them.
+    Methods that override methods of a trainer's own class are left out, since only the trainer calls them.
     """
     attributes: dict[str, Any] = {}
     for base in reversed([base for base in kind.__mro__ if is_ours(base)]):

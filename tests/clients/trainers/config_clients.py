@@ -102,7 +102,7 @@ def test_trains_and_clips(way: str) -> None:
 
 @ways
 def test_resumes_with_the_same_bits(way: str, tmp_path: Path) -> None:
-    """Also from a file, which must hold no class of OmegaConf: it loads with `weights_only=True`."""
+    """A file with the state loads with `weights_only=True`, so no class of OmegaConf may be in it."""
     model, optimizer = trained(WAYS[way])
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "file.pt")
     train(model, optimizer)
@@ -143,7 +143,7 @@ def by_keyword(groups: Any) -> Any:
 
 @pytest.mark.parametrize("way", [instantiated, by_keyword])
 def test_groups(way: Callable[[Any], Any]) -> None:
-    """Parameter groups are made by the program. A list of them passes through hydra as it is."""
+    """The program makes parameter groups. hydra does not change a list of them."""
     model = classifier()
     groups = [{"params": list(model[:2].parameters()), "lr": 0.5}, {"params": list(model[2:].parameters())}]
     optimizer = way(groups)

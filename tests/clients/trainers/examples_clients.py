@@ -18,12 +18,12 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 class Example(NamedTuple):
-    """What a script prints: a line for each run, which begins with `torchs` or with `ours`."""
+    """A script prints a line for each run. It begins with `torchs` or with `ours`."""
 
     torchs: str
     ours: str
     figure: str  # the name of the figure that is compared, in every line
-    tolerance: float  # by so much ours may be worse than torch's first line
+    tolerance: float  # how much worse our figure may be than that in torch's first line
     bound: float  # what an untrained model does not reach
     command: tuple[str, ...] = (sys.executable,)
 

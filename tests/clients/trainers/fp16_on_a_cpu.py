@@ -1,4 +1,4 @@
-"""Lets accelerate train in fp16 on a CPU, as it does on a GPU: it then has a scaler, and autocasts."""
+"""Lets accelerate train in fp16 on a CPU. It then has a scaler and autocasts, as on a GPU."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def optimizer_of(module: Any) -> Any:
 
 
 def bits(module: Any) -> list[Any]:
-    """What a run must have in common with another: weights, states with the rest of the masters, scaler."""
+    """Two equal runs agree in these: weights, states with the rest of the masters, scaler."""
     return [weights(module), optimizer_of(module).state_dict(), module.trainer.precision_plugin.state_dict()]
 
 
@@ -220,7 +220,7 @@ def test_max_grad_norm_that_a_training_step_sets(tmp_path: Path, precision: str)
 
 
 class Two(Manual):
-    """Two optimizers, each of which clips and steps in every batch."""
+    """Two optimizers. Each clips and steps in every batch."""
 
     def configure_optimizers(self) -> Any:
         return [self.make(self.layers[0].parameters()), self.make(self.layers[1:].parameters())]
@@ -317,7 +317,7 @@ def test_manual_step_must_follow_its_clipping(tmp_path: Path, precision: str, ki
 @precisions
 @clips
 def test_torch_optimizer_trains_as_under_the_plugin_of_lightning(tmp_path: Path, precision: str, clip: float) -> None:
-    """To the bit, but for "16-true": there Lightning has no scaler."""
+    """Bits are equal except with "16-true", where Lightning has no scaler."""
     want = fit(tmp_path, Automatic(torchs(FusedSGD)), lightnings(precision), gradient_clip_val=clip)
     got = fit(tmp_path, Automatic(torchs(FusedSGD)), plugin(precision), gradient_clip_val=clip)
     if precision == "16-true":
@@ -418,7 +418,7 @@ class OverflowsOnOneRank(Automatic):
 
 
 def test_two_processes(tmp_path: Path) -> None:
-    """Both see the same batches, so they train as one does. An overflow in one of them is skipped by both."""
+    """Both get the same batches, so their weights are those of one process. Both skip an overflow of one."""
     options: dict[str, Any] = {
         "gradient_clip_val": CLIP,
         "use_distributed_sampler": False,

@@ -45,7 +45,7 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     # States below 4096 elements are never int8.
     "wide": lambda: LlamaForCausalLM(LlamaConfig(**SMALL | {"hidden_size": 64, "intermediate_size": 128})),
 }
-# With torch's default eps a gradient that is 0 but for its rounding moves a weight as far as any other.
+# With torch's default eps, a gradient that is only rounding noise moves a weight as far as any other.
 ADAMW = {"optim": "adamw_torch", "learning_rate": 0.01, "weight_decay": 0.1, "adam_epsilon": 1e-3}
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": ADAMW,
@@ -71,7 +71,7 @@ def trainer(
     kind: type[Trainer], folder: Path, name: str = "bert", dtype: torch.dtype = torch.float32, *, given: Any = None,
     arguments_kind: type[TrainingArguments] = TrainingArguments, **arguments: Any,
 ) -> Trainer:  # fmt: skip
-    """`given` makes an optimizer from the parameters, in place of the one that the arguments choose."""
+    """`given` makes the optimizer from the parameters. Without it the arguments choose the optimizer."""
     set_seed(0)
     model = MODELS[name]().to(dtype)
     settings: dict[str, Any] = {"save_strategy": "no", "max_steps": STEPS, "per_device_train_batch_size": 4}
@@ -414,7 +414,7 @@ def test_a_scaler_may_be_replaced_before_each_training(tmp_path: Path) -> None:
 def test_the_best_model_has_its_masters(tmp_path: Path) -> None:
     """Not the extra bits of the last step."""
     options = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
-    best = {"load_best_model_at_end": True, "greater_is_better": True}  # the highest loss is that of the first
+    best = {"load_best_model_at_end": True, "greater_is_better": True}  # the first checkpoint has the highest loss
     run = trained(FusedTrainer, tmp_path, "llama", torch.bfloat16, **best, **options)
     assert run.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
     exact = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2" / "fp32")
@@ -422,7 +422,7 @@ def test_the_best_model_has_its_masters(tmp_path: Path) -> None:
 
 
 class FusedSeq2SeqTrainer(FusedTrainer, Seq2SeqTrainer):
-    """What FusedTrainer's documentation says about other trainers."""
+    """The class that the documentation of FusedTrainer shows for other trainers."""
 
 
 def test_with_another_trainer(tmp_path: Path) -> None:
