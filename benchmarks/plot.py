@@ -28,7 +28,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from .summary import COPY, LARGE, OUR_SCALER, OURS, RESULTS, Row, benchmarks, cases, largest, number, spread, timed
+from .summary import COPY, LARGE, OUR_SCALER, OURS, RESULTS, Row, benchmarks, cases, number, reason, spread, timed
 
 # amp_kernels is blue in every figure, and nothing else is. Where it has several series they are shades of blue.
 BLUES = ("tab:blue", "#7fb6e0", "#0b3c66", "#4a7fd0")
@@ -94,11 +94,12 @@ def draw_speed(axes: Axes, rows: Sequence[Row], style: dict[str, dict[str, Any]]
 
 def draw_largest(axes: Axes, rows: Sequence[Row], style: dict[str, dict[str, Any]]) -> None:
     """The slowest below, and on top what was not timed."""
-    rows = [row for row in largest(rows) if row["contender"] != COPY]
+    most = max(int(row["elements"]) for row in rows)
+    rows = [row for row in rows if int(row["elements"]) == most and row["contender"] != COPY]
     rows.sort(key=lambda row: -float(row["median_ms"] or 0))
     colours = [style[label(row)]["color"] if row["contender"].startswith(OURS) else "tab:gray" for row in rows]
     bars = axes.barh([label(row, "\n") for row in rows], [float(row["median_ms"] or 0) for row in rows], color=colours)
-    told = [number(row["median_ms"]) or f"not timed: {row['note']}" for row in rows]
+    told = [number(row["median_ms"]) or f"not timed: {reason(row['note'])}" for row in rows]
     axes.bar_label(bars, [textwrap.fill(text, 50) for text in told], fontsize=7, padding=2)
     axes.set(xlabel=f"ms for {int(rows[0]['elements']):,} elements (lower is better)")
     axes.tick_params(axis="y", labelsize=6)
@@ -107,7 +108,7 @@ def draw_largest(axes: Axes, rows: Sequence[Row], style: dict[str, dict[str, Any
 
 def why_empty(axes: Axes, rows: Sequence[Row]) -> None:
     """A panel without data says why."""
-    reasons = dict.fromkeys(row["note"] for row in rows if row["note"])
+    reasons = dict.fromkeys(reason(row["note"]) for row in rows if row["note"])
     text = textwrap.fill(f"not timed: {'; '.join(reasons)}", 60)
     axes.text(0.5, 0.5, text, ha="center", va="center", fontsize=8)
     axes.set(xticks=[], yticks=[])
@@ -202,7 +203,7 @@ def draw_ratios(axes: Axes, members: Sequence[tuple[str, list[Row]]], style: dic
                 label=label(row),
             )
         if not peers or ours is None:
-            reasons = dict.fromkeys(row["note"] for row in group if row["note"] and not row["median_ms"])
+            reasons = dict.fromkeys(reason(row["note"]) for row in group if row["note"] and not row["median_ms"])
             axes.text(1, place, f" not timed: {'; '.join(reasons) or 'no peer'}", fontsize=6, va="center")
     axes.axvline(1.0, color="black", linestyle="--", linewidth=1)
     axes.set(xscale="log", yticks=range(len(members)))

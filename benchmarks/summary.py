@@ -1,6 +1,10 @@
 """Compares amp_kernels with the fastest peer in every case of the CSVs, losses as well as wins.
 
-python -m benchmarks.summary    # writes benchmarks/results/README.md, and the figures in README.md
+python -m benchmarks.summary    # writes benchmarks/results/README.md, and the figures in README.md and docs/results.md
+
+A case is a piece of work in one dtype at one size. The figures on the pages stand between
+`<!-- NAME: python -m benchmarks.summary -->` and `<!-- end of NAME -->`. What is written there is the section NAME of
+figures.md, in which braces name a cell of a CSV or a table of this module.
 """
 
 from __future__ import annotations
@@ -11,14 +15,15 @@ import io
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 Row = dict[str, str]
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
-README = HERE.parent / "README.md"
+TEMPLATES = HERE / "figures.md"
+PAGES = tuple(HERE.parent / page for page in ("README.md", "docs/results.md", "docs/support.md"))
 OURS, COPY = "amp_kernels", "copy"
 OUR_SCALER = "GradScaler ours"  # in the column of scalers: amp_kernels.GradScaler
 LARGE = ", few large"  # the layout whose size varies
@@ -71,17 +76,12 @@ def timed(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if row.get("median_ms")]
 
 
-def largest(rows: Sequence[Row]) -> list[Row]:
-    most = max(int(row["elements"]) for row in rows)
-    return [row for row in rows if int(row["elements"]) == most]
-
-
 def cases(rows: Iterable[Row]) -> list[list[Row]]:
-    """The rows of each case and dtype, at their largest size."""
-    groups: dict[tuple[str, str], list[Row]] = {}
+    """The rows of each case: of the same work, dtype and number of elements."""
+    groups: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
-        groups.setdefault((row["case"], row["dtype"]), []).append(row)
-    return [largest(group) for group in groups.values()]
+        groups.setdefault(key(row), []).append(row)
+    return list(groups.values())
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Line:
     def cells(self, bold: str = "") -> list[str]:
         """In the order of HEADERS; `bold` goes around what shows a loss."""
         ours, peer = self.ours, self.peer or {}
-        ratio = with_spread(float(peer["ratio_to_ours"]), spread(peer, ours)) if peer else ""
+        ratio = with_spread(_ratio(peer), spread(peer, ours)) if peer else ""
         fp32 = number((self.fp32 or {}).get("median_ms", ""))
         return [
             ours["case"].removesuffix(LARGE),
@@ -133,7 +133,7 @@ class Line:
         for name, row in of.items():
             told[name] = row and {"name": row["contender"], **{column: float(row[column]) for column in names}}
         if self.peer is not None:
-            told["times_faster"], told["spread"] = float(self.peer["ratio_to_ours"]), spread(self.peer, self.ours)
+            told["times_faster"], told["spread"] = _ratio(self.peer), spread(self.peer, self.ours)
         return {**told, "verdict": self.verdict}
 
 
@@ -171,25 +171,61 @@ def lines(rows: Iterable[Row]) -> Iterator[Line]:
         ours = next((row for row in group if row["contender"].startswith(OURS)), None)
         if ours is None:
             continue
-        peers = [row for row in group if row["ratio_to_ours"] and not row["contender"].startswith((OURS, COPY))]
-        peers = [row for row in peers if ours["scaler"] == "none" or row["scaler"] != "none"]
+        peers = [row for row in compared(group) if not does_less(row, ours)]
         in_fp32 = [row for row in peers if ours["dtype"] != "float32" and "fp32" in re.split(r"\W+", row["contender"])]
         yield Line(ours, fastest([row for row in peers if row not in in_fp32]), fastest(in_fp32))
 
 
+def compared(group: Iterable[Row]) -> list[Row]:
+    """The rows of a case that have a time next to that of amp_kernels."""
+    return [row for row in group if row["ratio_to_ours"] and not row["contender"].startswith((OURS, COPY))]
+
+
+def does_less(row: Row, ours: Row) -> bool:
+    """Whether a peer has no scaler where amp_kernels has one. It is listed and takes no part in a verdict."""
+    return row["scaler"] == "none" != ours["scaler"]
+
+
+def _ratio(row: Row) -> float:
+    return float(row["ratio_to_ours"])
+
+
 def fastest(rows: Sequence[Row]) -> Row | None:
-    return min(rows, key=lambda row: float(row["ratio_to_ours"]), default=None)
+    return min(rows, key=_ratio, default=None)
+
+
+# What the note of a row that was not timed means. Notes are made from exceptions of other packages.
+REASONS = (
+    (r"ModuleNotFoundError: No module named '(\w+).*", r"\1 is not installed"),
+    (r"RuntimeError: ((?:left out|takes minutes to compile|torch has no engine)\b.*)", r"\1"),
+    (r"NotImplementedError: ((?:flashoptim|torchao \S+|the network|its int8 convolutions) (?:has|are) .*)", r"\1"),
+    (r".*__init__\(\) got an unexpected keyword argument '(\w+)'", r"has no argument \1"),
+    (r"AttributeError: module '(\w+).*' has no attribute '(\w+)'", r"\1 has no \2"),
+    (r".*requires a CUDA device.*", "runs on CUDA only"),
+    (r".* not implemented for '(\w+)'.*", r"does not take \1"),
+    (r".*self\.size\(\d\) needs to be greater than.*", "refuses this size"),
+    (r"\w*(?:Error|Exception)\b.*", "failed in this run, as the note in the CSV says"),
+)
+
+
+def reason(note: str) -> str:
+    """Why a row was not timed, in words."""
+    for pattern, words in REASONS:
+        if match := re.fullmatch(pattern, note, flags=re.DOTALL):
+            return match.expand(words)
+    return note
 
 
 def not_timed(rows: Iterable[Row]) -> dict[tuple[str, str], int]:
     """(contender, reason): in how many cases. A wrong result is told with its case."""
     counts: dict[tuple[str, str], int] = {}
-    for row in (row for group in cases(rows) for row in group if not row["median_ms"]):
-        why = re.sub(r"^ModuleNotFoundError: No module named '(\w+).*", r"\1 is not installed", row["note"])
+    for row in rows:
+        if row["median_ms"]:
+            continue
+        why = reason(row["note"])
         if why.startswith("wrong: "):
             why += f", in {row['case'].removesuffix(LARGE)}, {row['dtype']}, {int(row['elements']):,} elements"
-        key = row["contender"], why.removeprefix("RuntimeError: ")
-        counts[key] = counts.get(key, 0) + 1
+        counts[row["contender"], why] = counts.get((row["contender"], why), 0) + 1
     return counts
 
 
@@ -210,12 +246,11 @@ BEFORE_THE_COUNTS = """\
 # Results
 
 The table counts, for each machine and benchmark, the cases in which amp_kernels is faster
-than the fastest peer, and those in which it is slower. "No verdict" counts the cases whose spread includes the ratio 1.
-The column "fp32 is faster" counts the cases in which doing the same work in fp32 is faster.
+than the fastest peer, and those in which it is slower. [The results](../../docs/results.md) say what each column means.
 """
 AFTER_THE_COUNTS = """
 `python -m benchmarks.summary` writes this page from the CSVs in the folders next to it. The tables below hold every
-case of a benchmark at its largest size.
+case of a benchmark. A case is a piece of work in one dtype at one size.
 
 - **amp_kernels, ms**: the median over the rounds, of a call as users write it. For an optimizer that is the whole step,
   `scaler.step(optimizer); scaler.update()`.
@@ -225,7 +260,8 @@ case of a benchmark at its largest size.
   that only reads reaches about 100. The share is small for small tensors, whose time is spent on calls, and for
   products of many rows, which are limited by arithmetic.
 - **fastest peer**: the fastest contender that does the same work in the same dtype and passed the same check of its
-  result. Peers of an optimizer step run under torch's scaler.
+  result. Peers of an optimizer step run under torch's scaler. The steps of flashoptim have no scaler, and FlashSGD
+  keeps its momentum in 16 bits. They are listed below the table and take part in no comparison.
 - **times faster (spread)**: the peer's time divided by that of amp_kernels, the median over the rounds. In brackets:
   from the 20th to the 80th percentile. **Bold means that amp_kernels is slower.** If the spread includes 1 there is no
   verdict. Older CSVs have no spread of the ratio. For these the lower end is the peer's 20th percentile divided by the
@@ -274,23 +310,132 @@ def markdown(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]
 def page(folders: Sequence[Path]) -> str:
     """benchmarks/results/README.md."""
     sections = (line for folder in folders for line in machine(folder))
-    return "\n".join([BEFORE_THE_COUNTS, *counts(folders), AFTER_THE_COUNTS, *sections])
+    rows = ((folder.name, *row) for folder in folders for row in counts(folder))
+    return "\n".join([BEFORE_THE_COUNTS, *markdown(("machine", *COUNTED), rows), AFTER_THE_COUNTS, *sections])
 
 
-def counts(folders: Sequence[Path]) -> list[str]:
-    """Wins and losses, a row for each machine and benchmark."""
+COUNTED = (
+    "benchmark", "cases", "faster", "slower", "no verdict", "peer / amp_kernels", "slower in", "slower than fp32 in",
+)  # fmt: skip
+
+
+def counts(folder: Path) -> list[tuple[str, ...]]:
+    """Wins and losses of a machine: a row for each benchmark, which names the work that is lost, and one for all."""
     rows = []
-    for folder in folders:
-        for name, timings in benchmarks(folder).items():
-            found = list(lines(timings))
-            of = Counter(line.verdict for line in found if line.peer is not None)
-            in_fp32 = [line.verdict_of_fp32 for line in found if line.fp32 is not None]
-            beaten = f"{in_fp32.count(SLOWER)} of {len(in_fp32)}" if in_fp32 else ""
-            link = f"[{name}](#{_anchor(folder, name)})"
-            told = (str(of[FASTER]), str(of[SLOWER]), str(of[EVEN]), beaten)
-            rows.append((folder.name, link, str(of.total()), *told, max(row["timestamp"][:10] for row in timings)))
-    headers = ("machine", "benchmark", "cases", "faster", "slower", "no verdict", "fp32 is faster", "measured")
-    return markdown(headers, rows)
+    for name, timings in benchmarks(folder).items():
+        found = list(lines(timings))
+        rows.append(
+            (
+                f"[{name}](#{_anchor(folder, name)})",
+                *_counted(found),
+                _between(_ratio(line.peer) for line in found if line.peer is not None),
+                _lost((line.ours, line.peer, line.verdict) for line in found),
+                _lost((line.ours, line.fp32, line.verdict_of_fp32) for line in found),
+            )
+        )
+    every = every_line(folder)
+    return rows if len(rows) == 1 else [*rows, ("all", *_counted(every), "", "", _lost_to_fp32(every))]
+
+
+def every_line(folder: Path) -> list[Line]:
+    return [line for timings in benchmarks(folder).values() for line in lines(timings)]
+
+
+def totals(*folders: Path) -> list[str]:
+    """The sums of several machines."""
+    found = [every_line(folder) for folder in folders]
+    rows = ((each[0].ours["device_name"], *_counted(each), _lost_to_fp32(each)) for each in found)
+    return markdown(("machine", *COUNTED[1:5], "slower than fp32"), rows)
+
+
+def _counted(found: Iterable[Line]) -> tuple[str, ...]:
+    of = Counter(line.verdict for line in found if line.peer is not None)
+    return tuple(str(count) for count in (of.total(), of[FASTER], of[SLOWER], of[EVEN]))
+
+
+def _lost_to_fp32(found: Iterable[Line]) -> str:
+    in_fp32 = [line.verdict_of_fp32 for line in found if line.fp32 is not None]
+    return f"{in_fp32.count(SLOWER)} of {len(in_fp32)}"
+
+
+def _lost(found: Iterable[tuple[Row, Row | None, str]]) -> str:
+    """The work with losses: in how many cases, and the smallest of the peer's times divided by ours."""
+    of: dict[str, list[tuple[Row, str]]] = {}
+    for ours, peer, verdict in found:
+        if peer is not None:
+            of.setdefault(ours["case"].partition(", ")[0], []).append((peer, verdict))
+    told = []
+    for work, members in of.items():
+        if least := fastest([peer for peer, verdict in members if verdict == SLOWER]):
+            lost = sum(verdict == SLOWER for _, verdict in members)
+            told.append(f"{work}: {lost} of {len(members)}, down to {number(_ratio(least))}x")
+    return "; ".join(told)
+
+
+def _between(figures: Iterable[float], unit: str = "x") -> str:
+    """The smallest and the largest, "" if there is none."""
+    found = sorted(figures)
+    return " to ".join(dict.fromkeys(f"{number(end)}{unit}" for end in (*found[:1], *found[-1:])))
+
+
+def _size(row: Row) -> str:
+    """A case without its work."""
+    of = row["case"].removesuffix(LARGE).partition(", ")[2]
+    return f"{of + ', ' if of else ''}{row['dtype']}, {int(row['elements']):,} elements"
+
+
+def without_scaler(rows: Iterable[Row]) -> list[str]:
+    """The peers that take no part in a verdict, with their times divided by ours."""
+    found: dict[str, list[str]] = {}
+    for group in cases(timed(rows)):
+        for row in compared(group):
+            if does_less(row, group[0]):
+                found.setdefault(row["contender"], []).append(f"{number(_ratio(row))}x ({_size(row)})")
+    return [f"- {peer}: {', '.join(told)}" for peer, told in found.items()]
+
+
+def absent(folder: Path) -> list[str]:
+    """A line for each reason: the peers that a benchmark did not time in any case."""
+    found: dict[str, dict[str, None]] = {}
+    for name, timings in benchmarks(folder).items():
+        has_time = {row["contender"] for row in timed(timings)}
+        for contender, why in not_timed(timings):
+            if contender not in has_time:
+                found.setdefault(why, {})[f"{contender.removeprefix('fp32 model, ')} ({name})"] = None
+    return [f"- {why}: {'; '.join(peers)}" for why, peers in found.items()]
+
+
+# Ways of device_times.csv that are no peers: yardsticks, and backends of amp_kernels that are not its default.
+NO_PEERS = ("copy", "cuda", "triton", "torch linear, multiples of 8")
+SAME = 1.02  # the two rows of one kernel, `default` and `cuda`, differ by up to 1.4 %
+
+
+def device_times(folder: Path) -> Iterator[tuple[str, str, str, float, str, float]]:
+    """(family, case, dtype, our microseconds, the fastest peer, its microseconds) of each case. A peer may be ""."""
+    groups: dict[tuple[str, str, str], dict[str, float]] = {}
+    for row in read(folder / "device_times.csv"):
+        if row["microseconds"]:
+            group = groups.setdefault((row["family"], row["case"], row["dtype"]), {})
+            group["default" if row["way"] == "ours" else row["way"]] = float(row["microseconds"])
+    for case, times in groups.items():
+        peers = {way: us for way, us in times.items() if way not in ("default", *NO_PEERS)}
+        peer = min(peers, key=lambda way: peers[way], default="")
+        if "default" in times:
+            yield (*case, times["default"], peer, peers.get(peer, math.nan))
+
+
+def on_the_device(folder: Path) -> list[str]:
+    """A table of wins and losses in device_times.csv, by family."""
+    found: dict[str, list[float]] = {}
+    for family, _, _, ours, peer, theirs in device_times(folder):
+        if peer:
+            found.setdefault(family, []).append(theirs / ours)
+    rows = []
+    for family, ratios in found.items():
+        of = Counter(FASTER if ratio > SAME else SLOWER if ratio < 1 / SAME else EVEN for ratio in ratios)
+        cells = (str(len(ratios)), str(of[FASTER]), str(of[SLOWER]), str(of[EVEN]), _between(ratios))
+        rows.append((family, *cells))
+    return markdown(("time on the device", "cases", "faster", "slower", "the same", "peer / amp_kernels"), rows)
 
 
 def _anchor(folder: Path, name: str) -> str:
@@ -308,6 +453,14 @@ def machine(folder: Path) -> Iterator[str]:
             columns = [column for column in rows[0] if column not in MACHINE_COLUMNS]
             yield from (f"### {title}\n", f"{_where(rows[0])}.", "")
             yield from (*markdown(columns, ([_formatted(row[column]) for column in columns] for row in rows)), "")
+    if (folder / "device_times.csv").exists():
+        yield f"### Time on the device, {folder.name}\n"
+        cells = (
+            (*case, number(ours), peer, *((number(theirs), number(theirs / ours)) if peer else ("", "")))
+            for *case, ours, peer, theirs in device_times(folder)
+        )
+        headers = ("family", "case", "dtype", "amp_kernels, µs", "fastest peer", "peer, µs", "times faster")
+        yield from (*markdown(headers, cells), "")
 
 
 def section(folder: Path, name: str, rows: list[Row]) -> Iterator[str]:
@@ -315,8 +468,13 @@ def section(folder: Path, name: str, rows: list[Row]) -> Iterator[str]:
     found = list(lines(rows))
     yield f"### {name} on {folder.name}\n"
     yield f"{_where(rows[0])}. {verdicts(found)}."
-    figures = [figure for figure in (f"{name}.png", f"{name}_largest.png") if (folder / figure).exists()]
-    yield " ".join(["Figures:", *(f"[{figure}]({folder.name}/{figure})" for figure in figures)])
+    pictures = [picture for picture in (f"{name}.png", f"{name}_largest.png") if (folder / picture).exists()]
+    yield " ".join(["Figures:", *(f"[{picture}]({folder.name}/{picture})" for picture in pictures)])
+    peers = (row for group in cases(timed(rows)) for row in compared(group) if not does_less(row, group[0]))
+    yield f"\nPeers: {'; '.join(dict.fromkeys(row['contender'] for row in peers))}."
+    if apart := without_scaler(rows):
+        yield "\nNot compared, because they have no scaler:\n"
+        yield from apart
     yield ""
     yield from markdown(HEADERS, (line.cells("**") for line in found))
     absent = not_timed(rows)
@@ -339,66 +497,84 @@ def _where(row: Row) -> str:
     return f"{row['device_name']}, torch {row['torch_version']}, amp_kernels {row['amp_kernels_version']}{date}"
 
 
-# The lines of README.md: (folder, benchmark, case, dtype, what, peers)
-GAINS = (
-    (
-        "h200", "sgd", "fp16 weights + fp32 masters" + LARGE, "float16",
-        "H200: a whole SGD step with momentum, {elements} fp16 weights with fp32 masters",
-        ("masters by hand, torch fused SGD", "fp32 model, torch fused SGD"),
-    ),
-    (
-        "h200", "adam", "fp16 weights + fp32 masters" + LARGE, "float16",
-        "H200: the same for AdamW",
-        ("masters by hand, torch fused AdamW", "fp32 model, torch fused AdamW"),
-    ),
-    (
-        "h200", "matmul", "linear, 4096x4095x4095", "float16",
-        "H200: `linear` of 4096 x 4095 x 4095 in fp16",
-        ("torch linear", "F.pad, torch linear, slice"),
-    ),
-    (
-        "cpu-2-cores-amd-epyc", "sgd", "fp16 weights + fp32 masters" + LARGE, "float16",
-        "Two cores of an AMD EPYC: the SGD step",
-        ("masters by hand, torch fused SGD", "masters by hand, compiled", "fp32 model, torch SGD, compiled"),
-    ),
-    (
-        "cpu-2-cores-amd-epyc", "sgd", "fp16 weights + fp32 masters, 1000 x 64", "float16",
-        "EPYC: the same for 1000 tensors of 64 weights",
-        ("masters by hand, torch fused SGD", "fp32 model, torch fused SGD"),
-    ),
-    (
-        "cpu-2-cores-amd-epyc", "int8", "quantize rows, 4096 x 4096", "float16",
-        "EPYC: `quantize_int8` of a 4096 x 4096 matrix in fp16, by row",
-        ("torch operators", "torch operators, compiled"),
-    ),
-)  # fmt: skip
-# Indented, also the marks: so the lines are nested under a bullet of README.md, on GitHub too.
-BEGIN, END = "  <!-- figures: python -m benchmarks.summary -->\n", "  <!-- end of figures -->"
+# ---------------------------------------------------------------------------------------- the figures of other pages
+UNITS = {"median_ms": " ms", "ratio_to_ours": "x", "ratio_p20": "x", "ratio_p80": "x", "time": "", "memory": ""}
+EXACT = {"minutes": " minutes", "elements": ""}  # not rounded
+TABLES: dict[str, Callable[..., list[str]]] = {
+    "totals": totals,
+    "counts": lambda folder: markdown(COUNTED, counts(folder)),
+    "on_the_device": on_the_device,
+    "without_scaler": lambda folder: [line for rows in benchmarks(folder).values() for line in without_scaler(rows)],
+    "absent": absent,
+}
+TEMPLATE = re.compile(r"<!-- (\w+) -->\n(.*?)(?=<!-- \w+ -->\n|\Z)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- (\w+): python -m benchmarks\.summary -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
+BRACES = re.compile(r"\{([^{}]+)\}")
 
 
-def gain(folder: str, benchmark: str, case: str, dtype: str, what: str, peers: Sequence[str]) -> str:
-    rows = timed(read(RESULTS / folder / f"{benchmark}.csv"))
-    rows = largest([row for row in rows if (row["case"], row["dtype"]) == (case, dtype)])
-    ours = next(row for row in rows if row["contender"].startswith(OURS))
-    others = [next(row for row in rows if row["contender"] == peer) for peer in peers]
-    told = [
-        f"{row['contender'].replace('model, torch SGD,', 'model,')}: {float(row['median_ms']):.3g} ms, "
-        f"{float(row['ratio_to_ours']):.2g}x"
-        for row in others
+def figure(columns: str, file: str, cells: Sequence[str]) -> str:
+    """Cells of a row of a CSV, each with the unit of its column.
+
+    Args:
+        columns: of the figures, separated by commas.
+        file: the CSV's path below the folder of the results, without `.csv`.
+        cells: what the row has in other columns. A `*` stands for any text. With one, several rows may match, and the
+            smallest and the largest figure are told.
+
+    Raises:
+        ValueError: if no row matches or, without a `*`, several.
+    """
+    patterns = [re.compile(".*".join(map(re.escape, cell.split("*")))) for cell in cells]
+    rows = [
+        row
+        for row in read(RESULTS / f"{file}.csv")
+        if all(any(pattern.fullmatch(cell or "") for cell in row.values()) for pattern in patterns)
     ]
-    what = what.format(elements=f"{int(ours['elements']):,}")
-    return f"  - {what}: **{float(ours['median_ms']):.3g} ms** ({'; '.join(told)})."
+    told = []
+    for column in columns.split(", "):
+        found = [row[column] for row in rows if row.get(column)]
+        if not found or (len(found) > 1 and (column in EXACT or "*" not in "".join(cells))):
+            raise ValueError(f"figure: {file}.csv must have one {column} of {' | '.join(cells)}, got {len(found)}")
+        exact = f"{int(found[0]):,}" if found[0].isdigit() else found[0]
+        told.append(f"{exact}{EXACT[column]}" if column in EXACT else _between(map(float, found), UNITS[column]))
+    return ", ".join(told)
 
 
-def with_gains(readme: str) -> str:
-    """README.md with the lines from BEGIN to END written again, whatever their indentation was."""
-    before, after = re.split(rf" *{BEGIN.strip()}\n.*?{END.strip()}", readme, flags=re.DOTALL)
-    return "".join([before, BEGIN, *(gain(*given) + "\n" for given in GAINS), END, after])
+def filled(template: str) -> str:
+    """A section of figures.md, with a figure or a table in place of all braces.
+
+    `{in FILE | CELL | ...}` is replaced by nothing. It holds for the figures after it: `{COLUMN | CELL | ...}`.
+    `{TABLE FOLDER ...}` is one of TABLES.
+    """
+    file, shared = "", list[str]()
+
+    def told(braces: re.Match[str]) -> str:
+        nonlocal file, shared
+        first, *cells = braces[1].split(" | ")
+        name, *folders = first.split()
+        if name == "in":
+            file, shared = folders[0], cells
+            return ""
+        if name in TABLES:
+            made = "\n".join(TABLES[name](*(RESULTS / folder for folder in folders)))
+            return made.replace("](#", "](../benchmarks/results/README.md#")
+        return figure(first, file, [*shared, *cells])
+
+    return BRACES.sub(told, template)
+
+
+def with_figures(page: str) -> str:
+    """A page whose blocks of figures are written again."""
+    templates = dict(TEMPLATE.findall(TEMPLATES.read_text()))
+    return BLOCK.sub(lambda block: f"{block[1]}{filled(templates[block[2]]).strip()}\n{block[3]}", page)
 
 
 def main() -> None:
     folders = sorted(path for path in RESULTS.iterdir() if path.is_dir())
-    for path, text in ((RESULTS / "README.md", page(folders)), (README, with_gains(README.read_text()))):
+    for path, text in (
+        (RESULTS / "README.md", page(folders)),
+        *((path, with_figures(path.read_text())) for path in PAGES),
+    ):
         path.write_text(text)
         print(path)
 

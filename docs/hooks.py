@@ -32,9 +32,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     On the site this folder is the root: a page of the root reaches it without ``docs/``, and a page of this folder
     leaves it with one ``../`` less.
     """
-    if page.file.src_uri in PAGES:
-        return markdown.replace("](docs/", "](")
     up = "../" * page.file.src_uri.count("/")
+    markdown = markdown.replace(f"]({up}docs/", f"]({up}")
+    if page.file.src_uri in PAGES:
+        return markdown
     markdown = re.sub(rf"\]\({re.escape(up)}\.\./(?=\w)", f"]({up}", markdown)
     include = r"^( *)<!-- include (\w+) from (\S+) -->$"
     return re.sub(include, lambda match: indent(marked(*match.groups()[1:]), match[1]), markdown, flags=re.MULTILINE)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from tabulate import tabulate
 
-from ..summary import HERE, RESULTS
+from ..summary import HERE, RESULTS, reason
 from . import NAMES
 from .__main__ import load
 from .harness import Experiment, Table, read
@@ -15,6 +16,7 @@ from .harness import Experiment, Table, read
 PAGE = HERE / "RESULTS.md"
 SHORT = HERE.parent / "docs" / "results.md"
 BEGIN, END = "<!-- experiments: python -m benchmarks.experiments.page -->\n", "<!-- end of experiments -->"
+EXCEPTION = r"(?<=: )\w+(?:Error|Exception)\b.*$"
 INTRODUCTION = """# The published experiments, rerun
 
 Published measurements of mixed-precision training, repeated with the kernels of amp_kernels ("ours") and with those of
@@ -33,8 +35,9 @@ def table(of: Table) -> Iterator[str]:
     yield f"{of.title}:\n"
     yield tabulate(of.rows, of.columns, tablefmt="github", disable_numparse=True) + "\n"
     if of.not_run:
-        yield "Not run here, with the reason or the error of the other package:\n"
-        yield from (*(f"- {each}" for each in of.not_run), "")
+        yield "Not run here:\n"
+        yield from (f"- {re.sub(EXCEPTION, lambda found: reason(found[0]), each)}" for each in of.not_run)
+        yield ""
 
 
 def measured(experiment: Experiment, path: Path) -> Iterator[str]:

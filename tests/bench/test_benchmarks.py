@@ -203,8 +203,82 @@ def test_the_committed_pages_say_what_the_csvs_say(summary):
     folders = sorted(path for path in summary.RESULTS.iterdir() if path.is_dir())
     remedy = "run `python -m benchmarks.summary`"
     assert (summary.RESULTS / "README.md").read_text() == summary.page(folders), remedy
-    readme = summary.README.read_text()
-    assert readme == summary.with_gains(readme), remedy
+    for page in summary.PAGES:
+        assert page.read_text() == summary.with_figures(page.read_text()), remedy
+    used = {name for page in summary.PAGES for _, name, _ in summary.BLOCK.findall(page.read_text())}
+    assert used == {name for name, _ in summary.TEMPLATE.findall(summary.TEMPLATES.read_text())}
+
+
+COUNT = r"(?:\d[\d.,]*|\b(?:two|three|four|five|six|seven|eight|nine|ten|half an?))"
+UNIT = r"(?:times|percent|[mnµu]?s|seconds?|minutes?|hours?|[KMGT]B/s|TFLOPS|TOPS)\b"
+TYPED = re.compile(rf"{COUNT}(?:x\b| ?%|[ -]?{UNIT})|\b0\.\d+")
+
+
+def typed(text):
+    """Times, rates, factors and fractions outside of what programs write."""
+    blocks = r"<!-- (\w+): python -m benchmarks\.[\w.]+ -->\n.*?<!-- end of \1 -->"
+    prose = re.sub(r"^```.*?^```$", "", re.sub(blocks, "", text, flags=re.DOTALL), flags=re.DOTALL | re.MULTILINE)
+    return [match[0] for match in TYPED.finditer(prose)]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/results.md", "benchmarks/figures.md"])
+def test_no_figure_is_typed(page, summary):
+    text = (summary.HERE.parent / page).read_text()
+    assert typed(summary.BRACES.sub("", text)) == []
+
+
+@pytest.mark.parametrize(
+    "figure",
+    ["1.64 times", "3.5 ms", "135 µs", "0.8x", "81 %", "40%", "4.3 TB/s", "900 GB/s", "8 minutes", "half an hour",
+     "30 s", "two seconds", "150-minute", "0.61 of the time"],
+)  # fmt: skip
+def test_a_typed_figure_is_found(figure):
+    assert (
+        len(typed(f"It takes {figure}.")) == 1
+        and typed("16 bits, 4096 x 4096 in fp16, 100 million, a step of 64") == []
+    )
+    block = "<!-- {}: python -m benchmarks.summary -->\n{}\n<!-- end of {} -->"
+    assert typed(block.format("a", figure, "a")) == [] and len(typed(block.format("a", figure, "b"))) == 1
+
+
+def test_the_first_page_sets_everything_up_with_two_commands(summary):
+    text = (summary.HERE.parent / "README.md").read_text()
+    install = text.split("\n## Install\n")[1].split("\n## ")[0]
+    first, second = re.search(r"```sh\n(.*?)```", install, flags=re.DOTALL)[1].splitlines()[:2]
+    assert first.startswith("make demo ") and second.startswith("make test ")
+    assert "`AMP_KERNELS_BUILD=cpu`" in install and "`TORCH_CUDA_ARCH_LIST=9.0`" in install
+    assert text.count("\n") <= 110
+
+
+def test_every_peer_of_a_csv_is_named_and_no_exception(summary):
+    for folder in (path for path in summary.RESULTS.iterdir() if path.is_dir()):
+        for name, rows in summary.benchmarks(folder).items():
+            told = "\n".join(summary.section(folder, name, rows))
+            peers = {row["contender"] for row in rows} - {summary.COPY}
+            assert all(peer in told for peer in peers if not peer.startswith(summary.OURS)), (folder, name)
+            assert not re.search(r"\w(Error|Exception)\b", told)
+    results = (summary.HERE.parent / "docs" / "results.md").read_text()
+    gpus = results.split("\n## H200\n")[1].split("\n## Two cores")[0].split("\n## H100\n")
+    for gpu in gpus:
+        assert "masters by hand, compiled (sgd)" in gpu
+    assert "flashoptim FlashSGD: 26.6x (1000 x 64, float16, 64,000 elements), 0.715x (float16, 1,000,000" in gpus[1]
+
+
+@pytest.mark.parametrize(
+    ("note", "words"),
+    [
+        ("ModuleNotFoundError: No module named 'nosuch.optim'", "nosuch is not installed"),
+        ("RuntimeError: left out below 10 elements", "left out below 10 elements"),
+        ("NotImplementedError: Quantization requires a CUDA device.", "runs on CUDA only"),
+        ("AttributeError: module 'a.optim' has no attribute 'SGD8bit'", "a has no SGD8bit"),
+        ("KeyError: 'x'", "failed in this run, as the note in the CSV says"),
+        ("OutOfMemoryError", "failed in this run, as the note in the CSV says"),
+        ("needs about 9.1 GB, 2.0 GB are free", "needs about 9.1 GB, 2.0 GB are free"),
+        ("wrong: error 1", "wrong: error 1"),
+    ],
+)
+def test_a_reason_is_in_words(note, words, summary):
+    assert summary.reason(note) == words
 
 
 CASE = {
@@ -248,12 +322,13 @@ ROWS = (
 )
 
 
-def test_a_line_has_the_fastest_peer_of_the_largest_size_and_fp32_apart(summary, tmp_path):
+def test_a_line_has_the_fastest_peer_of_its_size_and_fp32_apart(summary, tmp_path):
     write(tmp_path / "sgd.csv", *ROWS)
     rows = summary.benchmarks(tmp_path)["sgd"]
-    win, loss = summary.lines(rows)
+    win, small, loss = summary.lines(rows)
     faster, slower = "1.50 (1.47 to 1.53)", "**0.750 (0.735 to 0.765)**"
     assert win.cells("**") == ["step", "float16", "1,000", "2.00", "1.00", "80", "torch", "3.00", faster, "**1.80**"]
+    assert small.cells()[2] == "10" and small.cells("**")[-2:] == ["**0.500 (0.490 to 0.510)**", ""]
     assert loss.cells("**") == [
         "step, ResNet-50",
         "float16",
@@ -269,19 +344,51 @@ def test_a_line_has_the_fastest_peer_of_the_largest_size_and_fp32_apart(summary,
     assert (win.verdict, loss.verdict, win.verdict_of_fp32) == ("faster", "slower", "slower")
     said = "wrong: error 1, in step, broken, float16, 1,000 elements"
     absent, broken = ("absent", "nosuch is not installed"), ("amp_kernels FusedSGD", said)
-    assert summary.not_timed(rows) == {absent: 1, broken: 1}
+    assert summary.not_timed(rows) == {absent: 1, ("absent", "left out below 100 elements"): 1, broken: 1}
     assert summary.missing_packages(rows) == ["nosuch"]
 
 
-def test_a_machine_s_section_counts_its_losses(summary, tmp_path):
+def test_a_machine_s_section_counts_its_losses_at_every_size(summary, tmp_path):
     write(tmp_path / "sgd.csv", *ROWS)
     (tmp_path / "sgd.png").touch()
     told = "\n".join(summary.machine(tmp_path))
-    counts = "amp_kernels is faster than the fastest peer in 1 of 2 cases and slower in 1."
+    counts = "amp_kernels is faster than the fastest peer in 1 of 3 cases and slower in 2."
     assert f"a machine, torch 2, amp_kernels 1, 2026-11-23. {counts}" in told
     assert f"[sgd.png]({tmp_path.name}/sgd.png)" in told
     said = "wrong: error 1, in step, broken, float16, 1,000 elements"
-    assert f"- absent: nosuch is not installed (1 case)\n- amp_kernels FusedSGD: {said} (1 case)" in told
+    assert "- absent: nosuch is not installed (1 case)\n- absent: left out below 100 elements (1 case)\n" in told
+    assert f"- amp_kernels FusedSGD: {said} (1 case)" in told
+    assert "\nPeers: torch; fp32 model, torch; fp32 model, slow.\n" in told
+    assert "Not compared, because they have no scaler:\n\n- no scaler: 0.250x (float16, 1,000 elements)\n" in told
+
+
+def test_a_table_of_wins_names_the_work_that_is_lost(summary, tmp_path):
+    machine = tmp_path / "machine"
+    machine.mkdir()
+    write(machine / "sgd.csv", *ROWS)
+    write(machine / "adam.csv", *ROWS[:2])
+    adam, sgd, total = summary.TABLES["counts"](machine)[2:]
+    assert adam.endswith("| 1 | 1 | 0 | 0 | 1.50x |  |  |")
+    assert sgd.endswith(
+        "| 3 | 1 | 2 | 0 | 0.500x to 1.50x | step: 2 of 3, down to 0.500x | step: 1 of 1, down to 0.900x |"
+    )
+    assert total == "| all | 4 | 2 | 2 | 0 |  |  | 1 of 1 |"
+    assert summary.totals(machine)[2] == "| a machine | 4 | 2 | 2 | 0 | 1 of 1 |"
+    assert summary.absent(machine) == [
+        "- nosuch is not installed: absent (sgd)",
+        "- left out below 100 elements: absent (sgd)",
+    ]
+
+
+def test_times_on_the_device_are_compared_with_the_fastest_peer(summary, tmp_path):
+    header = "family,case,dtype,way,microseconds,tb_s,tera_ops,note"
+    ways = {"a": (("ours", 10), ("torch", 20), ("copy", 1)), "b": (("default", 10), ("cuda", 1), ("torch", 9.9))}
+    ways |= {"c": (("ours", 10), ("triton", 1), ("torch", 5), ("F.pad", 4)), "ours failed": (("torch", 5),)}
+    rows = [f"products,{case},float16,{way},{us},,," for case, found in ways.items() for way, us in found]
+    (tmp_path / "device_times.csv").write_text("\n".join([header, *rows, "products,d,float16,torch,,,,refused"]))
+    (row,) = summary.on_the_device(tmp_path)[2:]
+    assert row == "| products | 3 | 1 | 1 | 1 | 0.400x to 2.00x |"
+    assert "| products | c | float16 | 10.0 | F.pad | 4.00 | 0.400 |" in "\n".join(summary.machine(tmp_path))
 
 
 def test_a_section_shows_the_figures_of_its_own_benchmark(summary, tmp_path):
@@ -320,7 +427,7 @@ def test_there_is_no_verdict_inside_the_spread(ratio, bounds, verdict, summary, 
 def test_the_page_opens_with_wins_and_losses(summary, tmp_path):
     (tmp_path / "machine").mkdir()
     write(tmp_path / "machine" / "sgd.csv", *ROWS, ("amp_kernels FusedSGD", "4.0", "1.0", {"case": "step, alone"}))
-    row = "| machine | [sgd](#sgd-on-machine) | 2 | 1 | 1 | 0 | 1 of 1 | 2026-11-23 |"
+    row = "| machine | [sgd](#sgd-on-machine) | 3 | 1 | 2 | 0 | 0.500x to 1.50x | step: 2 of 3, down to 0.500x |"
     page = summary.page([tmp_path / "machine"])
     assert row in page.split("## ")[0] and "### sgd on machine\n" in page
 
@@ -341,12 +448,44 @@ def test_numbers_have_one_format(value, text, summary):
     assert summary.number(value) == text
 
 
-def test_the_figures_of_the_readme_are_written_between_their_marks(summary):
-    before, after = "above\n", "\nbelow"
-    written = summary.with_gains(f"{before}{summary.BEGIN}- an old figure\n{summary.END}{after}")
-    assert written.startswith(before + summary.BEGIN) and written.endswith(summary.END + after)
-    assert written.count("\n  - ") == len(summary.GAINS) and "an old figure" not in written
-    assert written == summary.with_gains(written.replace("\n  ", "\n"))  # nested again, whoever took that away
+@pytest.fixture
+def one_machine(summary, tmp_path, monkeypatch):
+    """A folder of results with the machine `there`, and templates of figures."""
+    (tmp_path / "there").mkdir()
+    write(tmp_path / "there" / "sgd.csv", *ROWS)
+    monkeypatch.setattr(summary, "RESULTS", tmp_path)
+    monkeypatch.setattr(summary, "TEMPLATES", tmp_path / "figures.md")
+    return tmp_path
+
+
+def test_figures_are_written_between_their_marks(summary, one_machine):
+    template = "a {in there/sgd | step, *}step: {median_ms, ratio_to_ours | fp32 model, slow}, {elements | copy}"
+    (one_machine / "figures.md").write_text(f"<!-- one -->\n{template}\n<!-- two -->\n{{totals there}}\n")
+    begin, end = "<!-- {}: python -m benchmarks.summary -->\n", "<!-- end of {} -->"
+    page = f"above\n{begin.format('one')}%s{end.format('one')}\nbetween\n{begin.format('two')}"
+    written = summary.with_figures(page % "an old figure\n" + end.format("two"))
+    assert written.startswith(page % "a step: 9.00 ms, 4.50x, 1,000\n" + "| machine |")
+    assert "| a machine | 3 | 1 | 2 | 0 | 1 of 1 |\n" in written and written == summary.with_figures(written)
+
+
+@pytest.mark.parametrize(
+    ("column", "cells", "told"),
+    [
+        ("median_ms", ("1000", "fp32 model, *"), "1.80 ms to 9.00 ms"),
+        ("ratio_to_ours", ("1000", "fp32 model, torch"), "0.900x"),
+        ("median_ms", ("amp_kernels FusedSGD",), None),  # in several cases
+        ("median_ms", ("1000", "no such peer"), None),
+        ("median_ms", ("1000", "absent"), None),  # not timed
+        ("median_ms", ("1000", "no such peer*"), None),
+        ("elements", ("*", "fp32 model, *"), None),  # is never a range
+    ],
+)
+def test_a_figure_has_one_row(column, cells, told, summary, one_machine):
+    if told is not None:
+        assert summary.figure(column, "there/sgd", cells) == told
+        return
+    with pytest.raises(ValueError, match=rf"figure: there/sgd.csv must have one {column} of .*, got [023]$"):
+        summary.figure(column, "there/sgd", cells)
 
 
 # -------------------------------------------------------------------------------------------------------- the figures
@@ -423,7 +562,7 @@ def test_figures_of_sizes_name_the_class_and_say_what_was_not_timed(plot, drawn,
     (nothing, there), labels = bars.axes, [text.get_text() for text in bars.axes[1].texts]
     assert nothing.texts[0].get_text() == "not timed: needs 9 GB" and "lower is better" in there.get_xlabel()
     assert "higher is better" in speed.axes[1].get_ylabel()
-    assert "not timed: ModuleNotFoundError: No module named 'nosuch'" in [text.replace("\n", " ") for text in labels]
+    assert "not timed: nosuch is not installed" in [text.replace("\n", " ") for text in labels]
     (ours,) = (line for line in speed.axes[1].lines if line.get_label() == "amp_kernels FusedSGD, torch")
     assert ours.get_color() == "tab:blue"
 
@@ -442,8 +581,8 @@ def test_bench_puts_another_run_beside(tmp_path, capsys, monkeypatch):
     assert bench.bench(["sgd"], compare=earlier, out=tmp_path / "out") == 0
     told = capsys.readouterr().out
     lines = [line for line in told.splitlines() if line.startswith("sgd")]
-    assert lines[0].split()[-5:] == ["1.60", "1.25", "(1.02", "to", "1.53)"] and lines[1].endswith("0.765)")
-    assert "is faster than the fastest peer in 1 of 2 cases and slower in 1." in told
+    assert lines[0].split()[-5:] == ["1.60", "1.25", "(1.02", "to", "1.53)"] and lines[2].endswith("0.765)")
+    assert "is faster than the fastest peer in 1 of 3 cases and slower in 2." in told
     assert re.search(r"^amp_kernels  \S+, commit \S+$", told, re.MULTILINE) and re.search(
         "^threads  +\\d", told, re.MULTILINE
     )
@@ -466,7 +605,7 @@ def test_bench_prints_json(tmp_path, capsys, monkeypatch):
     document = json.loads(told.out)
     assert told.err == "progress\nprogress\n" and document["failed"] == ["adam"]
     assert {"torch", "CUDA", "GPU", "CPU", "threads", "amp_kernels"} == set(document["environment"])
-    win = document["cases"][2]
+    win = document["cases"][3]
     assert (win["case"], win["times_faster"], win["spread"], win["verdict"]) == (
         "step, few large",
         1.5,
@@ -474,7 +613,7 @@ def test_bench_prints_json(tmp_path, capsys, monkeypatch):
         "faster",
     )
     assert win["amp_kernels"]["gb_s"] == 1 and win["amp_kernels"]["copy_percent"] == 80
-    assert (win["other_ms"], win["times_as_long"]) == (1.6, 1.25) and "other_ms" not in document["cases"][3]
+    assert (win["other_ms"], win["times_as_long"]) == (1.6, 1.25) and "other_ms" not in document["cases"][4]
     assert {"name": "absent", "why": "nosuch is not installed", "cases": 2} in document["not_timed"]
 
 

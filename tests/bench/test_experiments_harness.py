@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import math
+import re
 import statistics
 
 import pytest
@@ -146,7 +147,7 @@ def test_section_of_a_measured_experiment(tmp_path, monkeypatch):
     monkeypatch.setattr(page, "HERE", tmp_path)
     text = "\n".join(page.section(1, fake.experiment()))
     assert "- **holds**: s 6 rows." in text and "- s r" in text
-    assert "Not run here, with the reason or the error of the other package:\n\n- a note" in text
+    assert "Not run here:\n\n- a note" in text
     assert "(results/machine/experiments/fake.png)" in text
 
 
@@ -156,6 +157,25 @@ def test_what_is_committed_is_what_the_csvs_say():
         pytest.skip("no RESULTS.md beside this package")
     assert page.PAGE.read_text() == page.page()
     assert page.SHORT.read_text() == page.with_quotation(page.SHORT.read_text())
+
+
+def test_a_page_gives_reasons_and_no_exceptions():
+    notes = ("fp16, a: RuntimeError: dtype", "b: ModuleNotFoundError: No module named 'b'", "c: left out")
+    told = list(page.table(harness.Table("t", ("x",), (("1",),), not_run=notes)))
+    assert told[-4:] == [
+        "- fp16, a: failed in this run, as the note in the CSV says", "- b: b is not installed", "- c: left out", "",
+    ]  # fmt: skip
+    assert not re.search(r"\w(Error|Exception):", page.page())
+
+
+def test_underflow_counts_zeros_apart_from_subnormal_values():
+    shared = {"part": "layer", "seed": "0", "scale": "1", "nonfinite": "0"}
+    rows = [
+        shared | {"elements": "100", "zeros": "0.1", "subnormal": "0.5"},
+        shared | {"elements": "300", "zeros": "0", "subnormal": "0.1"},
+    ]
+    verdict = of("underflow").underflows(rows)
+    assert verdict.word == "holds" and "2.5% are 0." in verdict.because and verdict.because.endswith(" too: 22.5%.")
 
 
 # ------------------------------------------------------------------------------------------------------------ the rules

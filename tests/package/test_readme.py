@@ -117,8 +117,14 @@ def test_the_table_of_bytes() -> None:
                 assert [float(x) for x in peak.split(" and ")] == pytest.approx(totals, abs=0.1)
         adamw = next(row for row in table.ROWS if row.optimizer == "FusedAdamW")
         low, full = (sum(table.bytes_of(adamw, dtype)) for dtype in (torch.float16, torch.float32))
+        lean = next(row for row in table.ROWS if (row.optimizer, row.option) == ("FusedAdamW", "states in int8"))
+        least = sum(table.bytes_of(lean, torch.bfloat16))
     answer = f"{low:.0f} bytes a parameter with 16-bit weights, {full:.0f} with fp32 weights"
     assert answer in (ROOT / "docs" / "start.md").read_text()
+    readme = " ".join(README.read_text().split())
+    assert f"takes {low:.0f} bytes per parameter" in readme and f"it takes {least:.0f} in all" in readme
+    migrating = (ROOT / "docs" / "guides" / "migrating.md").read_text()
+    assert f"`state_dtype=torch.int8`: {least:.0f} bytes a parameter with 16-bit weights" in migrating
 
 
 def sources() -> Iterator[Path]:
