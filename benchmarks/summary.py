@@ -177,7 +177,7 @@ def lines(rows: Iterable[Row]) -> Iterator[Line]:
 
 
 def compared(group: Iterable[Row]) -> list[Row]:
-    """The rows of a case that have a time next to that of amp_kernels."""
+    """The peers' rows of a case in which amp_kernels and the peer were timed."""
     return [row for row in group if row["ratio_to_ours"] and not row["contender"].startswith((OURS, COPY))]
 
 
@@ -194,7 +194,7 @@ def fastest(rows: Sequence[Row]) -> Row | None:
     return min(rows, key=_ratio, default=None)
 
 
-# What the note of a row that was not timed means. Notes are made from exceptions of other packages.
+# Notes of rows that were not timed, which are made from exceptions of other packages, and the words for them.
 REASONS = (
     (r"ModuleNotFoundError: No module named '(\w+).*", r"\1 is not installed"),
     (r"RuntimeError: ((?:left out|takes minutes to compile|torch has no engine)\b.*)", r"\1"),
