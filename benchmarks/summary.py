@@ -194,7 +194,7 @@ def fastest(rows: Sequence[Row]) -> Row | None:
     return min(rows, key=_ratio, default=None)
 
 
-# Notes of rows that were not timed, which are made from exceptions of other packages, and the words for them.
+# Words for the notes of rows that were not timed. The notes are made from exceptions of other packages.
 REASONS = (
     (r"ModuleNotFoundError: No module named '(\w+).*", r"\1 is not installed"),
     (r"RuntimeError: ((?:left out|takes minutes to compile|torch has no engine)\b.*)", r"\1"),
