@@ -348,12 +348,22 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
             "amp.initialize with the loss_scale and num_losses of the run that saved it"
         )
     checked = [
-        (scaler, scaler._check_state_dict(f"amp.load_state_dict: {name}", {**scaler.state_dict(), **loaded[name]}))
+        (
+            scaler,
+            scaler._check_state_dict(
+                f"amp.load_state_dict: {name}", {**_without_bounds(scaler.state_dict()), **loaded[name]}
+            ),
+        )
         for name, scaler in scalers.items()
         if scaler.is_enabled()
     ]
     for scaler, values in checked:  # after all were checked
         scaler._load(values)
+
+
+def _without_bounds(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state dict of a scaler without its bounds. A scale that is loaded with it is clamped to them."""
+    return {name: value for name, value in state.items() if name not in ("min_scale", "max_scale")}
 
 
 def _scale_and_counts(saved: Any) -> dict[str, Any]:

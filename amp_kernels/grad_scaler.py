@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+from torch.cuda.amp.common import amp_definitely_not_available
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -268,6 +269,13 @@ class GradScaler(torch.amp.GradScaler):
         if process_group is not None:
             _check_group(process_group, torch.device(device).type)
         init_scale = min(max(init_scale, min_scale), max_scale)
+        if enabled and device == "cuda" and amp_definitely_not_available():  # torch would warn of its own scaler
+            warnings.warn(
+                "amp_kernels.GradScaler: device is 'cuda', but CUDA is not available, so the scaler is disabled; for a "
+                "CPU pass device='cpu'",
+                stacklevel=2,
+            )
+            enabled = False
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         if self._enabled:  # after torch's own checks, which let NaN pass
             factors = {"growth_factor": growth_factor, "backoff_factor": backoff_factor}
@@ -728,11 +736,13 @@ class GradScaler(torch.amp.GradScaler):
         values |= {name: _as_number(state_dict[name]) for name in (*_TORCH_KEYS, *_OWN_KEYS) if name in state_dict}
         values.setdefault("_hysteresis_tracker", values["hysteresis"])
         _check_numbers(caller, values)
+        if "min_scale" not in state_dict:  # a scale with its own bounds may be outside of them: `update` can set it
+            values["scale"] = min(max(values["scale"], values["min_scale"]), values["max_scale"])
         return values
 
     def _load(self, values: dict[str, Any]) -> None:
         self._min_scale, self._max_scale = values["min_scale"], values["max_scale"]
-        super().load_state_dict({**values, "scale": min(max(values["scale"], self._min_scale), self._max_scale)})
+        super().load_state_dict(values)
         self._hysteresis = values["hysteresis"]
         self._init_hysteresis_tracker = values["_hysteresis_tracker"]
         self._init_skipped_steps = values["skipped_steps"]

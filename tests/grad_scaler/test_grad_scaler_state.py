@@ -495,6 +495,21 @@ def test_hysteresis(device):
             started(device, hysteresis=wrong)
 
 
+def test_hysteresis_counts_an_overflow_of_two_optimizers_once(device):
+    """Their flags are summed, so they are 2 together."""
+    params = parameters([torch.float32], device)[:2]
+    optimizers = [FusedSGD([p], lr=0.1) for p in params]
+    scaler = started(device, hysteresis=2)
+    scales = []
+    for _ in range(3):
+        set_grads(params, 0, scale=torch.inf)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    assert scales == [4, 2, 1] and scaler.skipped_steps == 3
+
+
 def test_update_with_a_new_scale(device):
     scaler = started(device)
     params = parameters([torch.float32], device)
@@ -730,6 +745,19 @@ def test_state_dicts_go_both_ways(device):
         from_torch.load_state_dict({})
 
 
+@pytest.mark.parametrize("outside", [2.0, 64.0], ids=["below", "above"])
+def test_a_scale_outside_of_the_bounds_is_saved(device, outside):
+    """`update` sets it, and copies keep it. A scale that torch's scaler saved has no bounds, and is clamped."""
+    bounded = started(device, min_scale=4.0, max_scale=32.0)
+    bounded.update(outside)
+    for fresh in (amp_kernels.GradScaler(device.type), started(device), copy.deepcopy(bounded)):
+        fresh.load_state_dict(bounded.state_dict())
+        assert fresh.get_scale() == copy.deepcopy(bounded).get_scale() == outside
+        assert fresh.state_dict() == bounded.state_dict()
+    bounded.load_state_dict(torch.amp.GradScaler.state_dict(bounded))
+    assert bounded.get_scale() == min(max(outside, 4.0), 32.0)
+
+
 @pytest.mark.parametrize("at", range(5))
 def test_resumed_in_the_middle(device, at):
     pattern = "x.xx."
@@ -818,6 +846,26 @@ def test_a_device_that_torch_does_not_know(device, error):
         amp_kernels.GradScaler(device)
     with pytest.raises(ValueError, match=r"got 'gpu'; for a GPU pass 'cuda'$"):
         amp_kernels.GradScaler("gpu", enabled=False)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"device": "cuda", "init_scale": 8.0, "hysteresis": 2}], ids=["default", "cuda"]
+)
+@pytest.mark.parametrize(
+    "kind", [amp_kernels.GradScaler, type("Own", (amp_kernels.GradScaler,), {})], ids=["", "derived"]
+)
+def test_without_cuda_one_warning_names_this_scaler(monkeypatch, kind, options):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        scaler = kind(**options)
+    (warning,) = caught
+    assert str(warning.message).startswith("amp_kernels.GradScaler: device is 'cuda', but CUDA is not available")
+    assert warning.filename == __file__
+    assert not scaler.is_enabled() and scaler.scale(3.0) == 3.0 and scaler.state_dict() == {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        amp_kernels.GradScaler(enabled=False)
 
 
 def test_repr_shows_the_scale():
