@@ -42,7 +42,7 @@ def _handles_scaling(optimizer: torch.optim.Optimizer) -> TypeGuard[FusedOptimiz
     If not, the scaler does what torch's scaler does. For most optimizers this means that the scaler unscales the
     gradients, reads `found_inf` on the host, and steps only if `found_inf` is 0.
     """
-    return isinstance(optimizer, FusedOptimizer) and optimizer._step_supports_amp_scaling
+    return isinstance(optimizer, FusedOptimizer) and optimizer._takes_verdicts()
 
 
 def _is_proxy(optimizer: Any) -> bool:
@@ -517,18 +517,18 @@ class GradScaler(torch.amp.GradScaler):
         """Steps if all gradients were finite, as torch does.
 
         The host reads the flags here: the `found_inf` of each device. `optimizer_state` keeps for `_warn_of_skips`
-        whether the step is skipped. If it is skipped, a fused optimizer keeps a flag that is not 0, which `ema_` reads.
+        whether the step is skipped. If it is skipped, the fused optimizers inside `optimizer` are told so.
         """
-        flags = optimizer_state["found_inf_per_device"].values()
-        found = any(flag.item() for flag in flags)
-        optimizer_state["is_skipped"] = found
-        inner = wrapped(optimizer)
-        if found:
-            for skipped in with_wrapped(optimizer):
-                torch_private.note_skipped_step(skipped)
-            if isinstance(inner, FusedOptimizer):
-                inner._skip(next(flag for flag in flags if flag.item()))
-        return None if found else optimizer.step(*args, **kwargs)
+        found_inf = next((flag for flag in optimizer_state["found_inf_per_device"].values() if flag.item()), None)
+        optimizer_state["is_skipped"] = found_inf is not None
+        if found_inf is None:
+            return optimizer.step(*args, **kwargs)
+        for skipped in with_wrapped(optimizer):
+            torch_private.note_skipped_step(skipped)
+            # The class of a wrapper may be derived from that of the optimizer inside.
+            if isinstance(skipped, FusedOptimizer) and wrapped(skipped) is skipped:
+                skipped._skip(found_inf)
+        return None
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
         if not isinstance(optimizer, FusedOptimizer):

@@ -73,7 +73,6 @@ class FusedAcceleratedOptimizer(AcceleratedOptimizer):
     def __init__(self, optimizer: FusedOptimizer, device_placement: bool = True, scaler: Any = None) -> None:
         super().__init__(optimizer, device_placement)  # given a scaler, it would prepare to wrap optimizer.step
         self.scaler = scaler
-        self._was_skipped: bool | torch.Tensor = False
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Step unless gradients are being accumulated, and adapt the scale.
@@ -88,14 +87,12 @@ class FusedAcceleratedOptimizer(AcceleratedOptimizer):
             super().step(closure)
         else:
             self.scaler.step(self.optimizer, closure)
-            # On the device. The optimizer's own flag is that of the next step as soon as gradients are clipped for it.
-            self._was_skipped = self.optimizer.step_was_skipped
             self.scaler.update()
 
     @property
     def step_was_skipped(self) -> bool:
         """Whether a scaler skipped the last step. Reading it waits for the device."""
-        return bool(self._was_skipped)
+        return bool(self.optimizer.step_was_skipped)
 
 
 class FusedAccelerator(Accelerator):

@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
@@ -19,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT, _global_optimizer_pre_hooks
 
 from .. import backends
-from ..functional.unscale import to_device, total_norm
-from ..ops.table import RECORD
+from ..functional.unscale import grad_norm, to_device, total_norm
+from ..ops.table import DTYPE_CODES, RECORD
 from ._checkpoints import WithCheckpoints
 from ._options import check_max_grad_norm, check_options, check_params, check_state_dtype, restored
 from ._plan import Column, Hyper, Members, NativePlan, Plan, capturing
@@ -28,9 +29,10 @@ from ._reference_plan import ReferencePlan
 from ._stored import storages
 from ._sweep import sweep
 from ._tensors import dense, local
-from ._wrappers import is_called_by, is_in_wrappers_of_torch
+from ._wrappers import caller, is_in_wrappers_of_torch, wrapped
 
-_ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
+_ZERO, _SCALER = "torch.distributed.optim.zero_redundancy_optimizer", "torch.amp.grad_scaler"
+_NEAR = 24  # calls from the step of a scaler to that of an optimizer inside a holder, of which hooks make several each
 
 
 @dataclass(eq=False)
@@ -90,8 +92,12 @@ class FusedOptimizer(WithCheckpoints):
     _observer: Any = None
     _sampler: Any = None
     _steps_to_sample = 0
-    # `found_inf` of the last step, which `ema_` reads. A scaler that skips a step on the host sets it too.
-    _last_found_inf: Tensor | None = None
+    # What is known about the last step, as `_verdict` reads it. `_steps` counts the calls of `step`, and the steps that
+    # a scaler skipped without a call.
+    _steps = 0
+    _last_found_inf: Tensor | None = None  # not 0 if a scaler skipped the step; None if no scaler looked at it
+    _last_gradient: tuple[ReferenceType[Tensor], int] | None = None  # one that the step took, and its version
+    _holder: ReferenceType[Any] | None = None  # the object whose step a scaler of torch called, if that took the step
 
     def __init__(
         self,
@@ -162,10 +168,13 @@ class FusedOptimizer(WithCheckpoints):
         """Whether a scaler skipped the last step: a 0-dim bool tensor, on the device of the scaler's verdict.
 
         Making it does not wait for the device. Reading it, as ``if optimizer.step_was_skipped`` does, waits if the
-        device is a GPU. It is False before the first step and without a scaler. Read it before gradients are checked
-        again, by the next `scaler.unscale_` or `scaler.step`.
+        device is a GPU. It is False without a scaler. Read it before the next step.
+
+        `torch.amp.GradScaler` skips a step on the host if other code overrides or wraps the step, or holds the
+        optimizer. It does not tell the optimizer. Then the gradients are checked for NaN and inf, so read this before
+        `zero_grad`. They are those of the holder, or until the first step that is not skipped, those of this optimizer.
         """
-        found_inf = self._last_found_inf
+        found_inf = self._verdict()
         return torch.tensor(False, device="cpu") if found_inf is None else found_inf != 0
 
     @property
@@ -177,7 +186,14 @@ class FusedOptimizer(WithCheckpoints):
 
         Also False for parameters of FSDP1, because all ranks have to skip the same steps. torch's ShardedGradScaler
         combines the `found_inf` of the ranks, but only while it unscales gradients.
+
+        Also False for torch's scaler if it steps another object that forwards this attribute. It would set
+        ``grad_scale`` and ``found_inf`` on that object, where this optimizer does not read them.
         """
+        scaler = caller(_SCALER)
+        return self._takes_verdicts() and (scaler is None or scaler.f_locals.get("optimizer") is self)
+
+    def _takes_verdicts(self) -> bool:
         return is_in_wrappers_of_torch(self.step, _OUR_STEP) and not self._is_flattened()
 
     def _is_flattened(self) -> bool:
@@ -220,7 +236,6 @@ class FusedOptimizer(WithCheckpoints):
             with torch.enable_grad():
                 loss = closure()
         grad_scale, found_inf = _scalar(self, "grad_scale"), _scalar(self, "found_inf")
-        self._last_found_inf = found_inf
         max_norm = self.max_grad_norm
         if max_norm is not None:
             self._refuse_partial_norm()
@@ -229,6 +244,7 @@ class FusedOptimizer(WithCheckpoints):
             plans = self._prepare()
             if max_norm is not None:
                 self._run_gradient_pass(plans, grad_scale, divide=True, write=False, clear=False)
+        self._note_step(found_inf, plans)
         norm = self._norm if max_norm is not None else None
         observer = self._observer
         if observer is not None:
@@ -246,10 +262,57 @@ class FusedOptimizer(WithCheckpoints):
     @torch.no_grad()
     def _skip(self, found_inf: Tensor) -> None:
         """Notes that a scaler skips this step on the host, without a call of `step`. `found_inf` is not 0."""
-        self._last_found_inf = found_inf
+        self._note_step(found_inf)
         if self._observer is not None:
             self._observer._observe(self._prepare(), None, found_inf, None, 0.0)
             self._observer._end_step()
+
+    def _note_step(self, found_inf: Tensor | None, plans: Sequence[Plan] = ()) -> None:
+        """Notes the verdict on this step. If there is none, notes what `_found_in_new_gradients` needs."""
+        self._steps += 1
+        self._last_found_inf, self._last_gradient, self._holder = found_inf, None, None
+        if found_inf is None and plans:
+            gradient = plans[0].written[0].grad
+            assert gradient is not None  # an update writes only parameters with a gradient
+            self._last_gradient = ref(gradient), _version_of(gradient)
+            scaler = caller(_SCALER, _NEAR)
+            holder = None if scaler is None else scaler.f_locals.get("optimizer")
+            self._holder = None if holder is None or holder is self else _weak(holder)
+
+    def _verdict(self) -> Tensor | None:
+        """Returns a flag that is not 0 if a scaler skipped the last step, or None if no scaler looked at it.
+
+        If torch's scaler skips a step on the host, it tells the optimizer nothing. So if no scaler has told anything,
+        and the gradients are not those that the last step took, they are checked for NaN and inf.
+        """
+        inner = wrapped(self) if self._steps == 0 else self
+        if inner is not self:  # `self` is a wrapper whose class was derived from that of the optimizer
+            return inner._verdict() if isinstance(inner, FusedOptimizer) else None
+        return self._last_found_inf if self._last_found_inf is not None else self._found_in_new_gradients()
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def _found_in_new_gradients(self) -> Tensor | None:
+        """Returns a flag that is not 0 if a gradient holds NaN or inf.
+
+        None if there is no gradient, or if nothing has written the gradient that the last step noted since that step.
+        """
+        weak, version = self._last_gradient or (None, None)
+        last = None if weak is None else weak()
+        holder = None if self._holder is None else self._holder()
+        groups = (self if holder is None else holder).param_groups
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for gradient in (p.grad for group in groups for p in group["params"]):
+            if gradient is None:
+                continue
+            if gradient is last and _version_of(gradient) == version:
+                return None
+            if gradient.dtype in DTYPE_CODES and gradient.layout is torch.strided:  # others are of other optimizers
+                by_device.setdefault(gradient.device, []).append(local(gradient))
+        flags = [torch.zeros((), dtype=torch.float32, device=device) for device in by_device]
+        for flag, gradients in zip(flags, by_device.values(), strict=True):
+            grad_norm(gradients, found_inf=flag)
+        return self._agree_over_meshes(flags) if flags else None
 
     def _count_down(self) -> None:
         """Counts a step that is not sampled. If the next one is to be sampled, lets the report prepare for it."""
@@ -262,7 +325,7 @@ class FusedOptimizer(WithCheckpoints):
         parts = {
             "DTensor parameters": any(isinstance(p, DTensor) for ps in self._params_by_group() for p in ps),
             "parameters of FSDP1": self._is_flattened(),
-            "ZeroRedundancyOptimizer": is_called_by(_ZERO),
+            "ZeroRedundancyOptimizer": caller(_ZERO) is not None,
         }
         for what, is_so in parts.items():
             if is_so:
@@ -277,6 +340,8 @@ class FusedOptimizer(WithCheckpoints):
         """Runs the gradient pass on every device; see `Plan.check`."""
         self._log.checks += clear
         for plan in plans:
+            if clear:
+                plan.found_inf, plan.found_before = plan.found_before, plan.found_inf
             plan.check(_on(scale, plan.device), divide=divide, write=write, clear=clear)
         norms = [plan.norm for plan in plans]
         self._norm = total_norm(norms) if len(norms) > 1 else next(iter(norms), None)
@@ -477,7 +542,7 @@ class FusedOptimizer(WithCheckpoints):
         self._drop_plans()
         state.get("defaults", {}).setdefault("state_dtype", torch.float32)  # pickled by a release without the option
         super().__setstate__(state)
-        self._last_found_inf = None  # the old value belongs to a step before the load
+        self._last_found_inf = self._last_gradient = None  # they belong to a step before the load
         self.__dict__.setdefault("_log", OverflowLog())
         self.__dict__.setdefault("_norm", None)
 
@@ -521,6 +586,17 @@ def _scalar(optimizer: FusedOptimizer, name: str) -> Tensor | None:
     if not isinstance(value, Tensor):
         return None
     return value if value.dtype is torch.float32 and value.ndim == 0 else value.float().view(())
+
+
+def _weak(holder: Any) -> ReferenceType[Any] | None:
+    try:
+        return ref(holder)
+    except TypeError:  # its class has `__slots__`
+        return None
+
+
+def _version_of(gradient: Tensor) -> int:
+    return -1 if gradient.is_inference() else gradient._version
 
 
 def _on(scalar: Tensor | None, device: torch.device) -> Tensor | None:

@@ -2,50 +2,84 @@
 
 Wrappers have no common mark, so each kind is found in its own way:
 
-- The wrapper of an optimizer has the optimizer as an attribute (`wrapped`, `with_wrapped`).
+- The wrapper of an optimizer has the optimizer in one of its attributes, perhaps in a list, tuple or dict (`wrapped`,
+  `with_wrapped`).
 - The wrapper of a step is a function. Its module tells whether it belongs to torch (`is_in_wrappers_of_torch`).
-- ZeroRedundancyOptimizer is on the call stack (`is_called_by`).
+- ZeroRedundancyOptimizer, and the scaler that reads an attribute, are on the call stack (`caller`).
 
 Code around a step expects unscaled gradients. So if `is_in_wrappers_of_torch` returns False, a scaler unscales them
-first. `wrapped` finds the optimizer that computes the step, or that keeps the masters. `is_called_by` is used to refuse
+first. `wrapped` finds the optimizer that computes the step, or that keeps the masters. `caller` is used to refuse
 `max_grad_norm`, since with ZeroRedundancyOptimizer each rank would clip by the norm of its part.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import torch
+from torch import Tensor
+
+_DEPTH = 4  # of nested containers; a list may contain itself
 
 
 def wrapped(optimizer: Any) -> Any:
-    """Returns the innermost optimizer in a chain of wrappers. If `optimizer` wraps none, returns `optimizer`."""
-    return with_wrapped(optimizer)[-1]
+    """Returns the innermost optimizer in a chain of wrappers. If `optimizer` wraps none, returns `optimizer`.
+
+    If a wrapper holds several optimizers, the chain goes on with the first of them.
+    """
+    seen = [optimizer]
+    while new := _held(seen[-1], seen):
+        seen.append(new[0])
+    return seen[-1]
 
 
 def with_wrapped(optimizer: Any) -> list[Any]:
-    """Returns `optimizer` and the optimizers that it wraps, the innermost last.
+    """Returns `optimizer` and all optimizers that it holds, at any depth."""
+    found = [optimizer]
+    for holder in found:  # the list grows in the loop
+        found += _held(holder, found)
+    return found
 
-    The attribute that holds an optimizer may have any name. torch's wrappers (ZeRO, PostLocalSGD) call it ``optim``,
-    trainers call it ``optimizer``, and Lookahead and SAM call it ``_base_optimizer``, ``base_optimizer`` and more. If
-    the wrapper has parameter groups of its own, an optimizer in one of its attributes is followed only if it steps at
-    least one parameter of these groups.
+
+def _held(holder: Any, seen: list[Any]) -> list[Any]:
+    """Returns the optimizers in attributes of `holder`, without those in `seen`.
+
+    The attribute may have any name. torch's wrappers (ZeRO, PostLocalSGD) call it ``optim``, trainers call it
+    ``optimizer``, containers call it ``optimizers``, and Lookahead and SAM call it ``_base_optimizer``,
+    ``base_optimizer`` and more. If `holder` has parameter groups of its own, it steps an optimizer only if that
+    optimizer has at least one parameter of these groups.
     """
-    # The chain so far. An optimizer in it is not found again, so the search ends even if an optimizer has its own
-    # wrapper as an attribute.
-    seen = [optimizer]
-    while True:
-        held = (getattr(seen[-1], "optim", None), getattr(seen[-1], "optimizer", None))  # may be properties
-        inner = (
-            o
-            for o in (*held, *getattr(seen[-1], "__dict__", {}).values())
-            if isinstance(o, torch.optim.Optimizer) and all(o is not other for other in seen) and _shares(o, seen[-1])
-        )
-        found = next(inner, None)
-        if found is None:
-            return seen
-        seen.append(found)
+    named = [getattr(holder, name, None) for name in ("optim", "optimizer", "optimizers")]  # may be properties
+    values = [*named, *getattr(holder, "__dict__", {}).values()]
+    values.sort(key=lambda value: not isinstance(value, torch.optim.Optimizer))  # first those that are in no container
+    new: list[Any] = []
+    for optimizer in (optimizer for value in values for optimizer in _optimizers_in(value)):
+        if all(optimizer is not other for other in (*seen, *new)) and _shares(optimizer, holder):
+            new.append(optimizer)
+    return new
+
+
+def _optimizers_in(value: Any, depth: int = 0) -> Iterator[torch.optim.Optimizer]:
+    """Yields `value`, or the optimizers in a list, tuple or dict and in its entries.
+
+    A container that begins with a tensor is left out, since it may have thousands of parameters or states.
+    """
+    if isinstance(value, torch.optim.Optimizer):
+        yield value
+    elif isinstance(value, (list, tuple, dict)) and depth < _DEPTH and not _begins_with_tensor(value):
+        for entry in value.values() if isinstance(value, dict) else value:
+            yield from _optimizers_in(entry, depth + 1)
+
+
+def _begins_with_tensor(value: Any) -> bool:
+    for _ in range(_DEPTH):
+        if not isinstance(value, (list, tuple, dict)) or not value:
+            break
+        value = next(iter(value.values() if isinstance(value, dict) else value))
+    return isinstance(value, Tensor)
 
 
 def _shares(inner: torch.optim.Optimizer, holder: Any) -> bool:
@@ -68,9 +102,10 @@ def is_in_wrappers_of_torch(step: Any, ours: Any) -> bool:
     return step is ours
 
 
-def is_called_by(module: str) -> bool:
-    """Whether a function of `module` is on the call stack."""
-    frame = sys._getframe()
+def caller(module: str, most: int = sys.maxsize) -> FrameType | None:
+    """Returns the innermost function of `module` on the call stack, or None if the `most` last calls have none."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") != module:
-        frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None
+        most -= 1
+        frame = frame.f_back if most > 0 else None
+    return frame

@@ -34,8 +34,9 @@ def ema_(averages: Iterable[Tensor], optimizer: FusedOptimizer, decay: float) ->
     For every parameter: `average <- decay * average + (1 - decay) * master`. Call it after each step.
 
     If a scaler skipped the last step, the averages do not change. The device decides this, so the host does not wait.
-    There is one exception. If the optimizer's `step` is overridden, or wrapped by code outside of torch, `ema_` does
-    not notice that `torch.amp.GradScaler` skipped a step, and changes the averages.
+    If other code overrides or wraps the optimizer's step, or holds the optimizer, `torch.amp.GradScaler` does not tell
+    the optimizer about a skipped step. `ema_` then looks for NaN and inf in the optimizer's gradients, so call it
+    before `zero_grad`.
 
     A call reads 8 bytes and writes 4 bytes per weight, in one launch per combination of dtypes. The kernel computes
     `average - (1 - decay) * (average - master)`. With a decay of 0 the last bits of the average may therefore differ
@@ -81,7 +82,7 @@ def ema_(averages: Iterable[Tensor], optimizer: FusedOptimizer, decay: float) ->
     followers, leaders = [own[t] for t in trainable], [weights[t] for t in trainable]
     remainders = [optimizer._remainder_of(params[t]) for t in trainable]
     try:
-        _follow(followers, leaders, remainders, 1 - decay, optimizer._last_found_inf)
+        _follow(followers, leaders, remainders, 1 - decay, optimizer._verdict())
     except (RuntimeError, TypeError, ValueError):  # C++ does not say which argument is wrong
         check_same_shapes("ema_", "averages", own, weights)
         _check(followers, leaders)

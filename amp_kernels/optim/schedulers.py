@@ -22,10 +22,15 @@ class SkipAwareScheduler(LRScheduler):
     the scheduler gives after n steps. CPUs behave the same, so that results are equal.
 
     Without a scaler there is no verdict, and nothing is late. The same holds if a scaler decides on the host, as it
-    does for a step that is overridden or wrapped.
+    does for a step that is overridden or wrapped. If such a scaler is torch's, call `step` before `zero_grad`, because
+    a skipped step is found in the gradients.
+
+    If the optimizer took several steps since the last call, for example in an epoch, the scheduler steps at once,
+    whatever the verdicts are. Replays of a CUDA graph are not counted as steps.
 
     On a GPU the host runs at most one iteration ahead of the device, since each call needs the verdict of the previous
-    iteration. To combine schedulers, wrap the result: `SkipAwareScheduler(SequentialLR(...))`.
+    iteration. All other attributes are those of the scheduler: they are read and written there. To combine schedulers,
+    wrap the result, `SkipAwareScheduler(SequentialLR(...))`, since a SequentialLR counts its own calls.
 
     Args:
         scheduler: A scheduler of `torch.optim.lr_scheduler`, except ReduceLROnPlateau. Its optimizer must be one of
@@ -70,53 +75,58 @@ class SkipAwareScheduler(LRScheduler):
                 f"{type(optimizer).__name__}; if amp.initialize replaces the optimizer, call it before"
             )
         self.scheduler = scheduler
-        self.optimizer = scheduler.optimizer
         self._was_skipped: bool | _Verdict | None = None  # what the next call acts on
+        self._steps_before = optimizer._steps  # the optimizer's count at the last call
 
-    @property
-    def last_epoch(self) -> int:  # type: ignore[override]
-        """Number of steps of the scheduler."""
-        return self.scheduler.last_epoch
+    def __getattribute__(self, name: str) -> Any:
+        is_own = name in _OWN or name.startswith("__")
+        return super().__getattribute__(name) if is_own else getattr(self.scheduler, name)
 
-    def get_last_lr(self) -> list[Any]:
-        """Return the learning rates that the scheduler has set, one for each parameter group.
-
-        Returns:
-            One float or tensor for each group.
-        """
-        return self.scheduler.get_last_lr()
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN:
+            super().__setattr__(name, value)
+        else:
+            setattr(self.scheduler, name, value)
 
     def step(self, epoch: int | None = None) -> None:
         """Step the scheduler by the verdict of the call before. Call it after each optimizer step.
 
         Args:
-            epoch: Must be None, as torch deprecated it.
+            epoch: None, as torch deprecated it. Or 0, with which the SequentialLR of older versions of torch starts its
+                next scheduler.
 
         Raises:
-            ValueError: `epoch` is not None.
+            ValueError: `epoch` is another number.
         """
-        if epoch is not None:
+        if epoch not in (None, 0):
             raise ValueError(f"SkipAwareScheduler.step: epoch must be None, got {epoch!r}")
-        before, self._was_skipped = self._was_skipped, None
-        found_inf = wrapped(self.optimizer)._last_found_inf
-        if found_inf is not None:
+        optimizer, before = _stepped(self.optimizer), self._was_skipped
+        steps = optimizer._steps - self._steps_before
+        self._was_skipped, self._steps_before = None, optimizer._steps
+        if epoch == 0:
+            return self.scheduler.step(epoch)
+        # After a step, gradients need not be looked at: `step` noted its verdict.
+        found_inf = optimizer._last_found_inf if steps > 0 else optimizer._verdict()
+        is_at_once = found_inf is None or steps > 1
+        if not is_at_once:
             self._was_skipped = _ask(found_inf)
         if before is not None and not bool(before):
             self.scheduler.step()
-        if found_inf is None:  # without a scaler no step is skipped
+        if is_at_once:
             self.scheduler.step()
 
+    def _update_lr(self, epoch: int | None = None) -> None:
+        """Sets the learning rate of `epoch`, with which SequentialLR starts its next scheduler."""
+        self._was_skipped, self._steps_before = None, _stepped(self.optimizer)._steps
+        self.scheduler._update_lr(epoch)
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the scheduler, and the verdict that the next step acts on. Waits for the device.
+        """Return the state of the scheduler, and what the next step acts on. Waits for the device.
 
         Returns:
-            A dict of plain values.
+            A dict of plain values. `steps` is the number of steps of the optimizer since the last call.
         """
-        was_skipped = None if self._was_skipped is None else bool(self._was_skipped)
-        return {"scheduler": self.scheduler.state_dict(), "was_skipped": was_skipped}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_was_skipped": None if self._was_skipped is None else bool(self._was_skipped)}
+        return {**self.__getstate__(), "scheduler": self.scheduler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned.
@@ -130,13 +140,33 @@ class SkipAwareScheduler(LRScheduler):
         """
         if not isinstance(state_dict, dict):
             raise TypeError(f"SkipAwareScheduler: state_dict must be a dict, got a {type(state_dict).__name__}")
-        if set(state_dict) != {"scheduler", "was_skipped"} or state_dict["was_skipped"] not in (None, True, False):
+        state = {"steps": 0, **state_dict}
+        if set(state) != {"scheduler", "was_skipped", "steps"} or state["was_skipped"] not in (None, True, False):
             raise ValueError(
                 "SkipAwareScheduler: state_dict must have the keys scheduler and was_skipped (a bool or None), got "
                 f"{', '.join(map(str, state_dict))}; load the state of a plain scheduler into `self.scheduler`"
             )
-        self.scheduler.load_state_dict(state_dict["scheduler"])
-        self._was_skipped = state_dict["was_skipped"]
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.__setstate__({**state, "scheduler": self.scheduler})
+
+    def __getstate__(self) -> dict[str, Any]:
+        was_skipped = None if self._was_skipped is None else bool(self._was_skipped)
+        steps = _stepped(self.optimizer)._steps - self._steps_before
+        return {"scheduler": self.scheduler, "was_skipped": was_skipped, "steps": steps}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.scheduler, self._was_skipped = state["scheduler"], state["was_skipped"]
+        # The optimizer of a copy, or of another process, counts from 0.
+        self._steps_before = _stepped(self.optimizer)._steps - state["steps"]
+
+
+_OWN = frozenset({*vars(SkipAwareScheduler), "scheduler", "_was_skipped", "_steps_before"})
+
+
+def _stepped(optimizer: Any) -> Any:
+    """Returns the fused optimizer in a chain of wrappers."""
+    # If an optimizer has counted steps, it is not a wrapper. The search would take longer than the scheduler's step.
+    return optimizer if getattr(optimizer, "_steps", 0) else wrapped(optimizer)
 
 
 def _ask(found_inf: Tensor) -> bool | _Verdict:

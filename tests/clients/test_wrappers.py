@@ -26,7 +26,8 @@ from optim_cases import (
 )
 from torch.optim import lr_scheduler
 
-from amp_kernels.optim import FusedSGD
+from amp_kernels import PrecisionReport
+from amp_kernels.optim import FusedSGD, SkipAwareScheduler, _base, ema_, fp32_state_dict
 
 SCALERS = {"ours": started, "torch's": stock}
 # torch's scaler unscales no fp16 gradients, which it must where a wrapper does not pass its verdict on.
@@ -88,8 +89,29 @@ class Delegating(torch.optim.Optimizer):
         return self.inner.step(closure)
 
 
+class Forwarding(Delegating):
+    """NeMo's EMAOptimizer, AdaScale, NoamOpt: attributes that are set on it do not reach the inner optimizer."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+class ByProperty(Delegating):
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        inner = self.inner
+        return functools.partial(getattr, inner, "_step_supports_amp_scaling")()
+
+
+class ByGetattribute(Delegating):
+    def __getattribute__(self, name: str) -> Any:
+        own = ("inner", "param_groups", "state", "step", "grad_scale", "found_inf")
+        read = object.__getattribute__
+        return read(self, name) if name in own or name.startswith("__") else getattr(read(self, "inner"), name)
+
+
 class Duck:
-    """No Optimizer at all. Under torch's scaler its `grad_scale` cannot reach the inner step, torch's own included."""
+    """No Optimizer at all. Attributes that a scaler sets on it do not reach the inner optimizer."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.inner = optimizer
@@ -150,6 +172,9 @@ WRAPPERS = {
     "dynamic subclass": DynamicSubclass,
     "shared dict": SharedDict,
     "delegating": Delegating,
+    "forwarding": Forwarding,
+    "by a property": ByProperty,
+    "by __getattribute__": ByGetattribute,
     "duck": Duck,
     "a wrapper in a wrapper": lambda optimizer: Delegating(DynamicSubclass(optimizer)),
     "wrapped step": with_wrapped_step,
@@ -164,10 +189,7 @@ WRAPPERS = {
 
 # --------------------------------------------------------------------------------------------------------- what it does
 @pytest.mark.parametrize("unscale", [False, True], ids=["", "unscale_"])
-@pytest.mark.parametrize(
-    ("wrapper", "scaler", "dtype"),
-    [(wrapper, *case) for wrapper in WRAPPERS for case in CASES if wrapper != "duck" or case[0] == "ours"],
-)
+@pytest.mark.parametrize(("wrapper", "scaler", "dtype"), [(name, *case) for name in WRAPPERS for case in CASES])
 def test_scale_and_verdict_arrive(device, scaler, dtype, unscale, wrapper):
     params = parameters([dtype], device)
     inner = FusedSGD(params, **FULL[FusedSGD])
@@ -198,10 +220,130 @@ def test_scale_and_verdict_arrive(device, scaler, dtype, unscale, wrapper):
 
 
 @families
-@pytest.mark.parametrize("wrapper", [name for name in WRAPPERS if name != "duck"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_wrapped_optimizer_does_not_take_scales(family, wrapper):
     optimizer = WRAPPERS[wrapper](family(parameters([torch.float32], "cpu"), lr=0.1))
-    assert not getattr(optimizer, "_step_supports_amp_scaling", False)
+    set_grads([p for group in optimizer.param_groups for p in group["params"]], 0)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    asked: list[Any] = []
+    scaler._maybe_opt_step = lambda *args: asked.append(args)  # the only place where a scaler decides on the host
+    scaler.step(optimizer)
+    assert asked
+
+
+@families
+def test_who_asks_the_optimizer_itself_is_told_that_it_takes_scales(family):
+    """Lightning's plugin asks it, and so does a wrapper that passes the scale on."""
+
+    class Passing(Delegating):
+        def step(self, closure: Callable | None = None) -> Any:
+            inner_scaler.step(self.inner)
+
+    inner, inner_scaler = family(parameters([torch.float32], "cpu"), lr=0.1), stock(torch.device("cpu"))
+    assert inner._step_supports_amp_scaling
+    set_grads([p for group in inner.param_groups for p in group["params"]], 0)
+    inner_scaler._maybe_opt_step = None  # would raise an error
+    stock(torch.device("cpu")).step(Passing(inner))
+
+
+class Container(torch.optim.Optimizer):
+    """torchtitan's OptimizersContainer: an Optimizer with all parameters, and a list of optimizers."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        self.optimizers = optimizers
+        params = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        super().__init__(params, {"lr": 1.0})
+
+    def step(self, closure: Callable | None = None) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step(closure)
+
+
+class PlainContainer:
+    """A class that is no Optimizer. Its optimizers have names."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        self.by_kind = {"all": [(str(i), optimizer) for i, optimizer in enumerate(optimizers)]}
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for _, optimizer in self.by_kind["all"] for group in optimizer.param_groups]
+
+    def step(self) -> None:
+        for _, optimizer in self.by_kind["all"]:
+            optimizer.step()
+
+
+HOLDERS: dict[str, Callable[[list[Any]], Any]] = {
+    "a list": Container,
+    "pairs in a dict": PlainContainer,
+    "containers in a container": lambda os: Container([Container(os[:1]), Container(os[1:])]),
+    "wrappers in a container": lambda os: Container([DynamicSubclass(o) for o in os]),
+    "a wrapped container": lambda os: Duck(Container(os)),
+}
+HOLDERS |= {
+    name: lambda os, wrap=wrap: Container([wrap(o) for o in os]) for name, wrap in WRAPPERS.items() if name != "duck"
+}
+
+
+@pytest.mark.parametrize("scaler", SCALERS)
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_a_skip_is_told_to_all_that_are_held(scaler, holder):
+    """torch's scaler tells them nothing. They then look at the gradients, those of the other optimizer included."""
+    device = torch.device("cpu")
+    params = parameters([torch.float32], device)
+    inner = [FusedSGD(params[:1], lr=1.0, momentum=0.9), FusedSGD(params[1:], lr=1.0)]
+    averages = [[o.master(p) for p in ps] for o, ps in zip(inner, (params[:1], params[1:]), strict=True)]
+    schedules = [SkipAwareScheduler(lr_scheduler.ExponentialLR(o, 0.5)) for o in inner]
+    optimizer = HOLDERS[holder](inner)
+    if isinstance(optimizer, torch.optim.Optimizer):  # torch's schedulers take nothing else
+        schedules.append(SkipAwareScheduler(lr_scheduler.ExponentialLR(optimizer, 0.5)))
+    scale = SCALERS[scaler](device)
+    for step in range(6):
+        is_skipped = step in (0, 3, 4)
+        set_grads(params, step, scale=scale.get_scale())
+        for p in {0: params, 3: params[:1], 4: params[1:]}.get(step, []):
+            p.grad.view(-1)[-1:] = torch.inf
+        weights, before = [t for o in inner for t in snapshot(o)], copy.deepcopy(averages)
+        scale.step(optimizer)
+        scale.update()
+        for o, average in zip(inner, averages, strict=True):
+            for _ in range(2):  # reading it changes nothing
+                assert bool(o.step_was_skipped) == is_skipped
+            ema_(average, o, 0.5)
+        for schedule in schedules:
+            schedule.step()
+        if is_skipped:
+            assert_same([t for o in inner for t in snapshot(o)], weights)
+        assert torch.equal(averages[1][0], before[1][0]) == is_skipped
+    assert [s.last_epoch for s in schedules] == [3] * len(schedules)
+
+
+def test_steps_without_a_scaler_look_at_no_gradient(monkeypatch):
+    """The gradients are those that the step took, so nothing has skipped it, even where they hold NaN."""
+    params = parameters([torch.float32], "cpu")
+    optimizer = FusedSGD(params, lr=0.1)
+    averages = [optimizer.master(p) for p in params]
+    monkeypatch.setattr(_base, "grad_norm", None)
+    for _ in range(2):
+        set_grads(params, 0)
+        params[0].grad.fill_(torch.nan)
+        Container([optimizer]).step()
+        for _ in range(2):
+            assert not optimizer.step_was_skipped
+            ema_(averages, optimizer, 0.5)
+    assert averages[0].isnan().all()
+
+
+def test_other_functions_refuse_a_holder_of_several():
+    """They work with the masters or the gradients of one optimizer. Those of the others would be missing."""
+    model = torch.nn.Linear(2, 2).bfloat16()
+    container = Container([FusedSGD([p], lr=0.1) for p in model.parameters()])
+    with pytest.raises(TypeError, match="got a Container that holds several; pass one of these"):
+        PrecisionReport(model, container)
+    with pytest.raises(TypeError, match="got a Container around it; pass the FusedSGD"):
+        fp32_state_dict(model, container)
 
 
 @cases

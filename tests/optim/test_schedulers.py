@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import copy
 import pickle
 import warnings
 from typing import Any
@@ -117,6 +119,170 @@ def test_resuming_continues_exactly(saved_after: int) -> None:
         run(range(saved_after, STEPS), *parts)
     assert torch.equal(again[1].master(again[0]), whole[1].master(whole[0]))
     assert again[3].state_dict() == whole[3].state_dict()
+
+
+# ------------------------------------------------------------------------------------ what the scheduler itself decides
+WRITES: dict[str, tuple[Any, str, Any]] = {
+    "base_lrs": (lambda o: lr_scheduler.LambdaLR(o, lambda n: 0.5**n), "base_lrs", [8.0]),
+    "gamma": (lambda o: lr_scheduler.ExponentialLR(o, 0.5), "gamma", 0.25),
+    "T_max": (lambda o: lr_scheduler.CosineAnnealingLR(o, 4), "T_max", 8),
+    "lr_lambdas": (lambda o: lr_scheduler.LambdaLR(o, lambda n: 0.5**n), "lr_lambdas", [lambda n: 1 / (1 + n)]),
+    "last_epoch": (lambda o: lr_scheduler.StepLR(o, 3), "last_epoch", 1),
+}
+
+
+@pytest.mark.parametrize("how", WRITES)
+def test_writes_reach_the_scheduler(how: str) -> None:
+    make, name, value = WRITES[how]
+    plain, held = (make(FusedSGD([weight_of()], lr=1.0)) for _ in range(2))
+    scheduler = SkipAwareScheduler(held)
+    setattr(plain, name, value)
+    setattr(scheduler, name, value)
+    assert getattr(held, name) is getattr(scheduler, name) is value and name not in vars(scheduler)
+    for one in (plain, scheduler):
+        one.optimizer.step()
+        one.step()
+    assert scheduler.get_last_lr() == plain.get_last_lr()
+    assert set(vars(scheduler)) == {"scheduler", "_was_skipped", "_steps_before"}
+
+
+def test_reads_reach_the_scheduler() -> None:
+    """Also what LRScheduler itself has, or answers with an error."""
+    held = lr_scheduler.OneCycleLR(FusedSGD([weight_of()], lr=1.0), 1.0, total_steps=4)
+    scheduler = SkipAwareScheduler(held)
+    for name in ("base_lrs", "_last_lr", "_step_count", "last_epoch", "optimizer", "total_steps", "_schedule_phases"):
+        assert getattr(scheduler, name) == getattr(held, name)
+    scheduler._step_count += 3  # accelerate, while gradients are accumulated
+    assert held._step_count == 4
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "use get_last_lr()"
+        assert scheduler.get_lr() == held.get_lr()
+    with pytest.raises(AttributeError, match="'OneCycleLR' object has no attribute 'gamma'"):
+        scheduler.gamma  # noqa: B018
+
+
+@pytest.mark.parametrize("scaler", [GradScaler, torch.amp.GradScaler], ids=["ours", "torchs"])
+@pytest.mark.parametrize("skipped", [(), (2, 5, 8), (0, 1, 2)], ids=["", "last of each", "a whole epoch"])
+def test_an_epoch_is_an_epoch(scaler: type, skipped: tuple[int, ...]) -> None:
+    weight = weight_of()
+    optimizer = FusedSGD([weight], lr=1.0)
+    scheduler = SkipAwareScheduler(lr_scheduler.ExponentialLR(optimizer, 0.1))
+    scale, rates = scaler("cpu", init_scale=8.0), []
+    for step in range(9):
+        train_one(step, weight, optimizer, scale, skipped)
+        if step % 3 == 2:
+            scheduler.step()
+            rates += scheduler.get_last_lr()
+    assert rates == pytest.approx([0.1, 0.01, 0.001])
+
+
+def train_one(step: int, weight: Any, optimizer: Any, scaler: Any, skipped: tuple[int, ...]) -> None:
+    optimizer.zero_grad()
+    scaler.scale(weight.sum() * (torch.inf if step in skipped else 1)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+@pytest.mark.parametrize("how", ["state dict", "deepcopy", "pickle", "copy"])
+@pytest.mark.parametrize("saved_after", [1, 2, 4, 5])
+def test_resuming_within_an_epoch_continues_exactly(saved_after: int, how: str) -> None:
+    """A copy, or a new process, counts the optimizer's steps from 0."""
+    parts = epochs()
+    run_epochs(range(saved_after), *parts)
+    if how == "state dict":
+        others = epochs()
+        for part, other in zip(parts[1:], others[1:], strict=True):
+            other.load_state_dict(part.state_dict())
+    elif how == "copy":
+        others = (*parts[:3], copy.copy(parts[3]))
+    else:
+        others = copy.deepcopy(parts) if how == "deepcopy" else pickle.loads(pickle.dumps(parts))
+    run_epochs(range(saved_after, 9), *others)
+    assert others[3].get_last_lr() == pytest.approx([0.001])
+
+
+def epochs() -> tuple[Any, ...]:
+    weight = weight_of()
+    optimizer = FusedSGD([weight], lr=1.0)
+    scheduler = SkipAwareScheduler(lr_scheduler.ExponentialLR(optimizer, 0.1))
+    return weight, optimizer, GradScaler("cpu", init_scale=8.0), scheduler
+
+
+def run_epochs(steps: range, weight: Any, optimizer: Any, scaler: Any, scheduler: Any) -> None:
+    for step in steps:
+        train_one(step, weight, optimizer, scaler, (2, 5, 8))
+        if step % 3 == 2:
+            scheduler.step()
+
+
+class OlderSequentialLR(lr_scheduler.SequentialLR):
+    """That of torch 2.10 begins a scheduler with `step(0)`."""
+
+    def step(self) -> None:  # type: ignore[override]
+        self.last_epoch += 1
+        index = bisect.bisect_right(self._milestones, self.last_epoch)
+        scheduler = self._schedulers[index]
+        starts = index > 0 and self._milestones[index - 1] == self.last_epoch
+        scheduler.step(*[0] * starts)
+        self._last_lr = scheduler.get_last_lr()
+
+
+@pytest.mark.parametrize("kind", [lr_scheduler.SequentialLR, OlderSequentialLR], ids=["newer", "older"])
+@pytest.mark.filterwarnings("ignore:The epoch parameter")
+def test_inside_a_sequence(kind: Any) -> None:
+    """Where nothing is skipped or late, rates are those without the wrapper."""
+    rates: list[list[float]] = []
+    for wrap in (lambda s: s, SkipAwareScheduler):
+        weight = weight_of()
+        optimizer = FusedSGD([weight], lr=1.0)
+        warm, rest = lr_scheduler.LinearLR(optimizer, 0.25, 1.0, 3), lr_scheduler.ExponentialLR(optimizer, 0.5)
+        scheduler = kind(optimizer, [wrap(warm), wrap(rest)], [3])
+        rates.append(scheduler.get_last_lr())
+        for step in range(STEPS):
+            train_one(step, weight, optimizer, GradScaler("cpu", enabled=False), ())
+            scheduler.step()
+            rates[-1] += scheduler.get_last_lr()
+        saved = scheduler.state_dict()
+        scheduler.load_state_dict(saved)
+        assert scheduler.state_dict() == saved
+    assert rates[0] == rates[1] and len(set(rates[0])) > 3
+
+
+def test_the_next_scheduler_of_a_sequence_counts_no_skips() -> None:
+    """The steps before its start are not its own."""
+    weight = weight_of()
+    optimizer = FusedSGD([weight], lr=1.0)
+    parts = [lr_scheduler.ConstantLR(optimizer, 1.0), lr_scheduler.ExponentialLR(optimizer, 0.5)]
+    scheduler = lr_scheduler.SequentialLR(optimizer, [SkipAwareScheduler(part) for part in parts], [3])
+    rates = []
+    for step in range(STEPS):
+        train_one(step, weight, optimizer, scaler := GradScaler("cpu", init_scale=8.0), (3, 4))
+        scheduler.step()
+        rates += scheduler.get_last_lr()
+    assert scaler.is_enabled() and rates == [1, 1, 1, 1, 1, 1, 0.5, 0.25]
+
+
+def test_a_chain_has_the_verdict_for_each_scheduler() -> None:
+    weight = weight_of()
+    optimizer = FusedSGD([weight], lr=1.0)
+    parts = [lr_scheduler.ExponentialLR(optimizer, rate) for rate in (0.5, 0.25)]
+    chained = lr_scheduler.ChainedScheduler([SkipAwareScheduler(part) for part in parts])
+    train(optimizer, weight, GradScaler("cpu", init_scale=8.0), chained)
+    assert [part.last_epoch for part in parts] == [STEPS - len(SKIPPED) - 1] * 2
+    assert chained.get_last_lr() == [0.125 ** (STEPS - len(SKIPPED) - 1)]
+
+
+def test_several_calls_for_one_step_are_steps_of_the_scheduler() -> None:
+    """accelerate calls it once for each process, and looks for the end of a OneCycleLR."""
+    weight = weight_of()
+    optimizer = FusedSGD([weight], lr=1.0)
+    scheduler = SkipAwareScheduler(lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=9))
+    for step in range(STEPS):
+        train_one(step, weight, optimizer, GradScaler("cpu", enabled=False), ())
+        for _ in range(2):
+            if scheduler._step_count <= scheduler.total_steps:
+                scheduler.step()
+    assert scheduler.last_epoch == 9
 
 
 def test_what_is_refused() -> None:

@@ -257,6 +257,21 @@ def test_steps_of_a_block_are_added_up_with_other_dtypes_and_groups():
         assert found["weight_grad", f"0.weight ({name})"].total == 24 * 40
 
 
+@pytest.mark.parametrize("factors", [(8.0, 1.0), (1.0, 8.0)], ids=["falls", "rises"])
+def test_the_largest_of_several_steps_is_kept(factors):
+    model = network("cpu", torch.float32)
+    optimizer = FusedSGD(model.parameters(), lr=0.0)
+    largest: dict[str, float] = {}
+    with PrecisionReport(model, optimizer) as report:
+        for factor in factors:
+            optimizer.zero_grad()
+            (factor * loss_of(model, batch("cpu", torch.float32))).backward()
+            for name, p in model.named_parameters():
+                largest[name] = max(largest.get(name, 0.0), float(p.grad.abs().max()))
+            optimizer.step()
+    assert {row.name: row.largest for row in report.rows() if row.kind == "weight_grad"} == largest
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputed_activations_are_counted_once(reentrant):
     model = network("cpu")
@@ -573,6 +588,33 @@ def test_layers_that_overflow_are_named():
     bad = int((~model[3](model[:3](100 * batch("cpu"))).isfinite()).sum())
     assert bad > 0 and first.startswith(f"3: {bad} of its activations are NaN or inf, and the largest finite one is ")
     assert not any("at a scale" in said for said in others)  # the gradients are NaN because of the activations
+
+
+def row_of(name: str, kind: str, dtype: torch.dtype, column: int, largest: float) -> precision.Row:
+    """A row of 4 elements of the same exponent."""
+    exponents = torch.zeros(257, dtype=torch.int64)
+    exponents[column] = 4
+    return precision.Row(name, kind, dtype, exponents, largest, 1.0, computed_in=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_that_are_not_computed_in_fp16_do_not_bound_the_scale(dtype):
+    """A gradient of 6e4 is near the end of fp16, but far from that of the other dtypes."""
+    small = row_of("small", "weight_grad", LOW, 127 - 15, 2.0**-15)
+    large = row_of("large", "weight_grad", dtype, 127 + 15, 6e4)
+    advisor = precision._Advisor([small, large], 1.0, has_scaler=True)
+    said = advisor.about(small)
+    assert said is not None and "the scale may rise by 2^30 before a gradient of the report overflows" in said
+    bounded = precision._Advisor([small, large._replace(computed_in=LOW)], 1.0, has_scaler=True).about(small)
+    assert bounded is not None and "the scale cannot rise" in bounded
+
+
+@pytest.mark.parametrize("dtype", [LOW, torch.bfloat16], ids=str)
+def test_an_activation_that_overflows_outside_of_fp16_comes_from_the_inputs(dtype):
+    row = row_of("layer", "activation", dtype, 255, 1.0)
+    said = precision._Advisor([row], 1.0, has_scaler=False).about(row)
+    remedy = "compute the layer in bf16 or fp32" if dtype is LOW else "check the inputs and weights of the layer"
+    assert said is not None and said.endswith(remedy)
 
 
 def test_activations_near_the_largest_number_are_named():
