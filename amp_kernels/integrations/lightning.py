@@ -348,6 +348,7 @@ class FusedEMA(Callback):
         self._weights: dict[Tensor, Tensor] = {}  # what the weights were, while the averages are in their place
         self._loaded: dict[str, Tensor] | None = None  # from a checkpoint; by name, until the module is on its device
         self._handles: list[RemovableHandle] = []
+        self._handles_of_evaluation: list[RemovableHandle] = []
 
     # ------------------------------------------------------------------------------------------------------- training
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -385,19 +386,14 @@ class FusedEMA(Callback):
             averages.append(self._averages[param])
         return averages
 
-    def _stop(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop following the optimizers."""
-        self._stop()
+        _remove(self._handles)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Put the weights back if evaluation was interrupted."""
         self._put_back()
-        self._stop()
+        _remove(self._handles)
 
     # ----------------------------------------------------------------------------------------------------- evaluation
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -431,14 +427,22 @@ class FusedEMA(Callback):
             self._averages = {}  # they belong to other weights
         self._adopt_loaded(pl_module)
         self._weights = {param: param.detach().clone() for param in self._averages}
-        for param, average in self._averages.items():
-            param.copy_(average)
+        self._write(self._averages)
+        # A state dict has the masters, which the weights and the optimizer's remainders give together.
+        for optimizer in trainer.optimizers if self._weights else ():
+            before = optimizer.register_state_dict_pre_hook(lambda _: self._write(self._weights))
+            after = optimizer.register_state_dict_post_hook(lambda *_: self._write(self._averages))
+            self._handles_of_evaluation += [before, after]
 
     @torch.no_grad()
+    def _write(self, values: dict[Tensor, Tensor]) -> None:
+        for param in self._weights:
+            param.copy_(values[param])
+
     def _put_back(self) -> None:
         """Masters come back with the weights: the optimizer's remainders have not changed."""
-        for param, weight in self._weights.items():
-            param.copy_(weight)
+        _remove(self._handles_of_evaluation)
+        self._write(self._weights)
         self._weights = {}
 
     # ---------------------------------------------------------------------------------------------------- checkpoints
@@ -472,6 +476,11 @@ class FusedEMA(Callback):
                 )
         self._averages = {params[name]: a.to(params[name].device, torch.float32) for name, a in self._loaded.items()}
         self._loaded = None
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    while handles:
+        handles.pop().remove()
 
 
 def _named(module: torch.nn.Module) -> dict[str, Tensor]:

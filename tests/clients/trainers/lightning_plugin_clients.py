@@ -786,6 +786,47 @@ def test_checkpoints_amid_validation(tmp_path: Path, kind: type) -> None:
     assert_same_bits(dict(torch.load(tmp_path / "weights.ckpt", weights_only=True)["state_dict"]), rounded)
 
 
+class SavesAtTheEnd(Automatic):
+    """Saves when validation is over, but the averages are still in place of the weights."""
+
+    def on_validation_epoch_end(self) -> None:
+        path = Path(self.trainer.default_root_dir) / f"{self.trainer.state.fn.value}-{self.trainer.current_epoch}.ckpt"
+        if not self.trainer.sanity_checking:
+            self.trainer.save_checkpoint(path)
+
+
+@families
+@pytest.mark.parametrize("precision", ["16-true", "bf16-true"])
+def test_resumes_from_the_end_of_validation(tmp_path: Path, family: type, precision: str) -> None:
+    """The optimizer saves the masters of its weights, not those that the averages would give."""
+    options: dict[str, Any] = {"max_epochs": 2, "limit_val_batches": 1}
+    averages, saves = (FusedEMA(DECAY), FusedEMA(DECAY)), ModelCheckpoint(tmp_path, "after-{epoch}", save_top_k=-1)
+    whole = fit(
+        tmp_path, SavesAtTheEnd(ours(family)), plugin(precision), enable_checkpointing=True,
+        callbacks=[averages[0], saves], **options,
+    )  # fmt: skip
+    during, after = (torch.load(tmp_path / name) for name in ("fit-0.ckpt", "after-epoch=0.ckpt"))
+    for part in ("state_dict", "optimizer_states", "ema_state_dict"):
+        assert_same_bits(during[part], after[part])
+    again = SavesAtTheEnd(ours(family))
+    fit(tmp_path, again, plugin(precision), ckpt_path=tmp_path / "fit-0.ckpt", callbacks=[averages[1]], **options)
+    assert_same_bits(bits(again), bits(whole))
+    assert_same_bits(*[list(one._averages.values()) for one in averages])
+
+
+def test_an_optimizer_that_is_saved_in_a_validation_after_training(tmp_path: Path) -> None:
+    """The trainer keeps the optimizer of the training. Validation leaves no hooks in it."""
+    module = fit(tmp_path, SavesAtTheEnd(ours(FusedSGD)), plugin("bf16-true"), callbacks=[FusedEMA(DECAY)])
+    optimizer = optimizer_of(module)
+    before = optimizer.state_dict()
+    module.trainer.limit_val_batches = 1
+    module.trainer.validate(module, batches(), verbose=False)
+    (saved,) = torch.load(tmp_path / "validate-1.ckpt")["optimizer_states"] or [before]
+    assert_same_bits(saved, before)
+    assert_same_bits(optimizer.state_dict(), before)
+    assert not optimizer._optimizer_state_dict_pre_hooks and not optimizer._optimizer_state_dict_post_hooks
+
+
 def test_checkpoint_evaluates_with_its_averages(tmp_path: Path) -> None:
     """In another process, so to say: a new module and a new callback."""
     ema = FusedEMA(DECAY)
