@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-from weakref import ReferenceType, ref
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -96,8 +96,9 @@ class FusedOptimizer(WithCheckpoints):
     # a scaler skipped without a call.
     _steps = 0
     _last_found_inf: Tensor | None = None  # not 0 if a scaler skipped the step; None if no scaler looked at it
-    _last_gradient: tuple[ReferenceType[Tensor], int] | None = None  # one that the step took, and its version
-    _holder: ReferenceType[Any] | None = None  # the object whose step a scaler of torch called, if that took the step
+    # If a scaler decided on the host that this step is taken: weak references to one of the gradients that the step
+    # took and to the object whose step the scaler called, and the version of the gradient.
+    _last_taken: tuple[Callable[[], Any], int, Callable[[], Any]] | None = None
 
     def __init__(
         self,
@@ -268,21 +269,19 @@ class FusedOptimizer(WithCheckpoints):
             self._observer._end_step()
 
     def _note_step(self, found_inf: Tensor | None, plans: Sequence[Plan] = ()) -> None:
-        """Notes the verdict on this step. If there is none, notes what `_found_in_new_gradients` needs."""
+        """Notes the verdict on this step. If a scaler decided on the host, notes what the step takes."""
         self._steps += 1
-        self._last_found_inf, self._last_gradient, self._holder = found_inf, None, None
-        if found_inf is None and plans:
+        self._last_found_inf, self._last_taken = found_inf, None
+        scaler = caller(_SCALER, _NEAR) if found_inf is None and plans else None
+        if scaler is not None:
             gradient = plans[0].written[0].grad
             assert gradient is not None  # an update writes only parameters with a gradient
-            self._last_gradient = ref(gradient), _version_of(gradient)
-            scaler = caller(_SCALER, _NEAR)
-            holder = None if scaler is None else scaler.f_locals.get("optimizer")
-            self._holder = None if holder is None or holder is self else _weak(holder)
+            self._last_taken = ref(gradient), _version_of(gradient), _weak(scaler.f_locals.get("optimizer"))
 
     def _verdict(self) -> Tensor | None:
         """Returns a flag that is not 0 if a scaler skipped the last step, or None if no scaler looked at it.
 
-        If torch's scaler skips a step on the host, it tells the optimizer nothing. So if no scaler has told anything,
+        If torch's scaler skips a step on the host, it tells the optimizer nothing. So if a scaler decides on the host,
         and the gradients are not those that the last step took, they are checked for NaN and inf.
         """
         inner = wrapped(self) if self._steps == 0 else self
@@ -295,17 +294,19 @@ class FusedOptimizer(WithCheckpoints):
     def _found_in_new_gradients(self) -> Tensor | None:
         """Returns a flag that is not 0 if a gradient holds NaN or inf.
 
-        None if there is no gradient, or if nothing has written the gradient that the last step noted since that step.
+        None if there is no gradient, if no scaler decides, or if nothing has written the gradient that the last step
+        noted since that step. Before the first step it is not known whether a scaler decides.
         """
-        weak, version = self._last_gradient or (None, None)
-        last = None if weak is None else weak()
-        holder = None if self._holder is None else self._holder()
+        if self._steps > 0 and self._last_taken is None:
+            return None
+        last, version, stepped = self._last_taken or (type(None), 0, type(None))
+        holder = stepped()
         groups = (self if holder is None else holder).param_groups
         by_device: dict[torch.device, list[Tensor]] = {}
         for gradient in (p.grad for group in groups for p in group["params"]):
             if gradient is None:
                 continue
-            if gradient is last and _version_of(gradient) == version:
+            if gradient is last() and _version_of(gradient) == version:
                 return None
             if gradient.dtype in DTYPE_CODES and gradient.layout is torch.strided:  # others are of other optimizers
                 by_device.setdefault(gradient.device, []).append(local(gradient))
@@ -542,7 +543,7 @@ class FusedOptimizer(WithCheckpoints):
         self._drop_plans()
         state.get("defaults", {}).setdefault("state_dtype", torch.float32)  # pickled by a release without the option
         super().__setstate__(state)
-        self._last_found_inf = self._last_gradient = None  # they belong to a step before the load
+        self._last_found_inf = self._last_taken = None  # they belong to a step before the load
         self.__dict__.setdefault("_log", OverflowLog())
         self.__dict__.setdefault("_norm", None)
 
@@ -588,11 +589,11 @@ def _scalar(optimizer: FusedOptimizer, name: str) -> Tensor | None:
     return value if value.dtype is torch.float32 and value.ndim == 0 else value.float().view(())
 
 
-def _weak(holder: Any) -> ReferenceType[Any] | None:
+def _weak(holder: Any) -> Callable[[], Any]:
     try:
         return ref(holder)
     except TypeError:  # its class has `__slots__`
-        return None
+        return type(None)
 
 
 def _version_of(gradient: Tensor) -> int:

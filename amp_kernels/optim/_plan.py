@@ -539,8 +539,8 @@ class NativePlan(Plan):
         used = copies + [column.param for column in self._columns.values() if column.is_mirrored]
         if stream.cuda_stream not in layout.streams:
             layout.streams.add(stream.cuda_stream)
-            used += [layout.entries, layout.partials, layout.block.words, self.norm, self.record]
-            used += [self.found_inf, self.found_before]
+            flags = self.found_inf, self.found_before
+            used += [layout.entries, layout.partials, layout.block.words, *flags, self.norm, self.record]
         for scratch in used:
             scratch.record_stream(stream)
 

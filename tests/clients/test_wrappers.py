@@ -308,6 +308,8 @@ def test_a_skip_is_told_to_all_that_are_held(scaler, holder):
         weights, before = [t for o in inner for t in snapshot(o)], copy.deepcopy(averages)
         scale.step(optimizer)
         scale.update()
+        for p in params if scaler == "ours" else []:  # it tells them, so they need no gradients
+            p.grad = None
         for o, average in zip(inner, averages, strict=True):
             for _ in range(2):  # reading it changes nothing
                 assert bool(o.step_was_skipped) == is_skipped
@@ -321,7 +323,7 @@ def test_a_skip_is_told_to_all_that_are_held(scaler, holder):
 
 
 def test_steps_without_a_scaler_look_at_no_gradient(monkeypatch):
-    """The gradients are those that the step took, so nothing has skipped it, even where they hold NaN."""
+    """Nothing skips them, even where the gradients hold NaN."""
     params = parameters([torch.float32], "cpu")
     optimizer = FusedSGD(params, lr=0.1)
     averages = [optimizer.master(p) for p in params]
@@ -330,10 +332,38 @@ def test_steps_without_a_scaler_look_at_no_gradient(monkeypatch):
         set_grads(params, 0)
         params[0].grad.fill_(torch.nan)
         Container([optimizer]).step()
+        for p in params:
+            p.grad = p.grad + 0
         for _ in range(2):
             assert not optimizer.step_was_skipped
             ema_(averages, optimizer, 0.5)
     assert averages[0].isnan().all()
+
+
+def test_a_step_that_torchs_scaler_takes_looks_at_no_gradient(monkeypatch):
+    """They are those that the step took."""
+    params = parameters([torch.float32], "cpu")
+    optimizer, scaler = FusedSGD(params, lr=0.1), stock(torch.device("cpu"))
+    monkeypatch.setattr(_base, "grad_norm", None)
+    set_grads(params, 0, scale=scaler.get_scale())
+    scaler.step(Container([optimizer]))
+    for _ in range(2):
+        assert not optimizer.step_was_skipped
+
+
+def test_a_skip_is_seen_in_gradients_that_are_written_in_place():
+    """zero_grad(set_to_none=False) keeps the gradients of the last step."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    inner, scaler = FusedSGD([weight], lr=0.1), stock(torch.device("cpu"))
+    optimizer = Container([inner])
+    said = []
+    for factor in (1.0, torch.inf, 1.0):
+        scaler.scale((weight * factor).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        said.append(bool(inner.step_was_skipped))
+        optimizer.zero_grad(set_to_none=False)
+    assert said == [False, True, False]
 
 
 def test_other_functions_refuse_a_holder_of_several():
