@@ -57,6 +57,18 @@ class Int8Tensor:
         check_are_tensors("Int8Tensor", values=values, scale=scale)
         check_are_tensors_or_none("Int8Tensor", zero_point=zero_point)
 
+    def __setstate__(self, state: dict[str, object]) -> None:
+        """Restore a copy or a saved object, whose fields may be anything."""
+        self.__dict__.update(state)
+        self.__post_init__()
+        ops.check_blocks("Int8Tensor", self.values, self.block_size)
+        n = self.values.dim()
+        dims = () if self.dim is None else self.dim
+        if not (isinstance(dims, tuple) and all(isinstance(d, int) and -n <= d < n for d in dims)):
+            raise ValueError(
+                f"Int8Tensor: dim must be None or a tuple of dimensions from {-n} to {n - 1}, got {self.dim!r}"
+            )
+
     @property
     def shape(self) -> torch.Size:
         """The shape of the quantized tensor."""

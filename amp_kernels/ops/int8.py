@@ -384,7 +384,7 @@ def _check_quantize(
     symmetric: bool, seed: int | None = None, *, op: str = "quantize_int8",
 ) -> None:  # fmt: skip
     check_values(op, "x", x, DTYPE_CODES)
-    _check_blocks(op, x, block_size)
+    check_blocks(op, x, block_size)
     if block_size is not None and dim is not None and [d % x.dim() for d in dim] != [x.dim() - 1]:
         raise ValueError(f"{op}: dim must be None or -1 with block_size, which splits the last dimension, got {dim}")
     if dim and x.dim() == 0:
@@ -406,7 +406,7 @@ def _check_dequantize(
     op = "dequantize_int8"
     check_are_tensors(op, **{"q.values": values, "q.scale": scale})
     check_values(op, "values", values, (torch.int8,))
-    _check_blocks(op, values, block_size)
+    check_blocks(op, values, block_size)
     _check_scale(op, "values", values, scale, zero_point, block_size)
     _check_float(op, "dtype", dtype)
 
@@ -421,7 +421,7 @@ def _check_straight_through(
         raise ValueError(
             f"{op}: grad must have x's shape {tuple(x.shape)} on {x.device}, got {tuple(grad.shape)} on {grad.device}"
         )
-    _check_blocks(op, x, block_size)
+    check_blocks(op, x, block_size)
     _check_scale(op, "x", x, scale, zero_point, block_size)
 
 
@@ -431,7 +431,8 @@ def _check_float(op: str, name: str, dtype: torch.dtype) -> None:
         raise TypeError(f"{op}: {name} must be {_FLOATS}, got {dtype}")
 
 
-def _check_blocks(op: str, x: Tensor, block_size: int | None) -> None:
+def check_blocks(op: str, x: Tensor, block_size: int | None) -> None:
+    """Raise an error unless the last dimension of `x` can be split into blocks of this size. None means no blocks."""
     if block_size is None:
         return
     # The type is tested first: the compiler can test the type of a symbolic size, but not whether it has __index__.

@@ -836,6 +836,28 @@ def test_a_quantized_tensor_is_moved_and_saved(tmp_path: pathlib.Path, device: t
         assert q != None and q in {q}  # noqa: E711
 
 
+BAD_FIELDS: dict[str, tuple[Any, str]] = {
+    "dim 99": (("dim", (99,)), r"dim must be None or a tuple of dimensions from -2 to 1, got \(99,\)"),
+    "dim 99, no tuple": (("dim", 99), "dim must be None or a tuple"),
+    "dim x": (("dim", "x"), "dim must be None or a tuple"),
+    "dim of text": (("dim", ("x",)), "dim must be None or a tuple"),
+    "block_size x": (("block_size", "x"), "block_size must be an int or None, got 'x'"),
+    "block_size 0": (("block_size", 0), "block_size must be at least 1, got 0"),
+    "values": (("values", [1, 2]), "values must be a Tensor, got list"),
+}
+
+
+@pytest.mark.parametrize(("field", "message"), BAD_FIELDS.values(), ids=BAD_FIELDS)
+def test_a_file_with_other_fields_is_refused(tmp_path: pathlib.Path, field: tuple[str, Any], message: str) -> None:
+    q = amp_kernels.quantize_int8(testing.randn(4, 6), dim=-1)
+    q.__dict__[field[0]] = field[1]
+    torch.save(q, tmp_path / "q.pt")
+    with pytest.raises((TypeError, ValueError), match=f"^Int8Tensor: {message}"):
+        torch.load(tmp_path / "q.pt", weights_only=True)
+    with pytest.raises((TypeError, ValueError), match=f"^Int8Tensor: {message}"):
+        pickle.loads(pickle.dumps(q))
+
+
 def test_fake_quantization_keeps_no_mask() -> None:
     x = testing.randn(64, 64, dtype=torch.float16).requires_grad_()
     saved: list[Tensor] = []
