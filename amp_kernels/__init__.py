@@ -9,6 +9,9 @@
 - `amp_kernels.reference`: every operator in plain torch, as the specification.
 """
 
+from types import ModuleType as _ModuleType
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
 from . import amp, functional, nn, optim, quantization, reference
 from .audit import explain
 from .backends import use_backend
@@ -21,3 +24,11 @@ __version__ = "0.1.0"
 __all__ = ["GradScaler", "PrecisionReport", "__version__", "amp", "explain", "nn", "optim", "quantization"]
 __all__ += ["reference", "use_backend"]
 __all__ += functional.__all__
+
+if not _TYPE_CHECKING:  # type checkers would take every name for one of the package
+
+    def __getattr__(name: str) -> object:
+        modules = {place: globals()[place] for place in __all__ if isinstance(globals()[place], _ModuleType)}
+        found = [f"amp_kernels.{place}.{name}" for place, module in modules.items() if name in module.__all__]
+        where = f"; it is {' or '.join(found)}" if found else ""
+        raise AttributeError(f"module 'amp_kernels' has no attribute {name!r}{where}")

@@ -14,11 +14,14 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+import pytest
 
 import amp_kernels
 from amp_kernels import integrations
@@ -107,6 +110,28 @@ def public_api() -> list[str]:
                 first_names[id(value)] = name
                 lines += members(name, value) if inspect.isclass(value) else [name + signature(value)]
     return sorted(lines + of_absent_integrations(API.read_text().splitlines()))
+
+
+NAMES = [(name, place) for place in ("nn", "optim", "quantization") for name in getattr(amp_kernels, place).__all__]
+
+
+@pytest.mark.parametrize(("name", "module"), NAMES)
+def test_a_name_that_is_sought_in_the_wrong_place(name: str, module: str) -> None:
+    """The error says where it is. The name itself is not made public twice."""
+    if name in amp_kernels.__all__:
+        return
+    sentence = f"module 'amp_kernels' has no attribute {name!r}; it is amp_kernels.{module}.{name}"
+    with pytest.raises(AttributeError, match=f"^{re.escape(sentence)}$"):
+        getattr(amp_kernels, name)
+    assert not hasattr(amp_kernels, name)
+    with pytest.raises(ImportError, match=f"cannot import name '{name}'"):
+        exec(f"from amp_kernels import {name}")
+
+
+def test_a_name_that_is_nowhere() -> None:
+    for name in ("nowhere", "__wrapped__", "torch"):
+        with pytest.raises(AttributeError, match=f"^module 'amp_kernels' has no attribute '{name}'$"):
+            getattr(amp_kernels, name)
 
 
 def test_public_names_are_those_of_api_txt() -> None:
