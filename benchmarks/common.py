@@ -245,10 +245,13 @@ def _keep_memory() -> None:
 
 
 def results_folder(device: torch.device, is_quick: bool = False, suffix: str = "") -> Path:
-    """Of a machine: in a clone among the committed ones, unless a quick run would take their place; else in the current
-    directory."""
+    """Of a machine: in a clone among the committed ones, else in the current directory.
+
+    The results of a quick run would take the place of the committed ones. They get a new folder, since others can write
+    into the machine's temporary folder.
+    """
     parent = RESULTS if RESULTS.is_dir() else Path("amp_kernels-bench")
-    parent = Path(tempfile.gettempdir()) / "amp_kernels" if is_quick else parent
+    parent = Path(tempfile.mkdtemp(prefix="amp_kernels-")) if is_quick else parent
     return parent / (slug(device_name(device)) + suffix)
 
 

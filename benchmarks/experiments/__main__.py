@@ -28,9 +28,7 @@ def parse_arguments() -> argparse.Namespace:
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("names", nargs="*", help=f"some of {', '.join(NAMES)} (all)")
     parser.add_argument("--device", type=torch.device, default=default, help=f"cpu or cuda (here: {default})")
-    parser.add_argument(
-        "--quick", action="store_true", help="small sizes that only show that it runs; without --out --fresh"
-    )
+    parser.add_argument("--quick", action="store_true", help="small sizes that only show that it runs")
     parser.add_argument("--fresh", action="store_true", help="measure again what the CSV has")
     parser.add_argument("--out", type=Path, help="folder of CSVs and PNGs (benchmarks/results/<machine>/experiments)")
     args = parser.parse_args()
@@ -38,8 +36,6 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"names must be of {', '.join(NAMES)}, got {', '.join(sorted(unknown))}")
     if args.out is None:
         args.out = results_folder(args.device, args.quick) / "experiments"
-        # The machine's temporary folder may have CSVs of another version, with other columns.
-        args.fresh |= args.quick
     return args
 
 

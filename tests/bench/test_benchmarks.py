@@ -107,6 +107,12 @@ def test_fresh_memory_leaves_malloc_alone_and_has_a_folder_of_its_own(options, i
     assert (bool(calls), folder.name.endswith("-fresh-memory")) == (is_kept, not is_kept)
 
 
+def test_quick_runs_have_folders_of_their_own(common, monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folders = [common.results_folder(torch.device("cpu"), is_quick=True) for _ in range(2)]
+    assert sorted(folder.parent for folder in folders) == sorted(tmp_path.iterdir()) and folders[0] != folders[1]
+
+
 def test_ratios_are_of_rounds_as_memory_may_have_two_speeds(common):
     slow_rounds = [False, True, False, True, True]
     ours = [2.0 if slow else 1.0 for slow in slow_rounds]

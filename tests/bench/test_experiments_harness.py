@@ -5,6 +5,7 @@ import importlib.util
 import math
 import re
 import statistics
+from pathlib import Path
 
 import pytest
 import torch
@@ -98,18 +99,21 @@ def test_a_csv_with_other_columns_is_refused(tmp_path):
     assert len(carry_out(fake, tmp_path, is_fresh=True)) == 6
 
 
-def test_a_quick_run_measures_again_what_an_earlier_version_left(tmp_path, monkeypatch, capsys):
+def test_each_quick_run_has_a_folder_of_its_own(tmp_path, monkeypatch, capsys):
+    """What others left in the machine's temporary folder, under whatever name, is neither read nor written."""
     main, fake = importlib.import_module(f"{PACKAGE}.__main__"), Fake()
-    monkeypatch.setattr(importlib.import_module("tempfile"), "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(main, "NAMES", ("fake",))
     monkeypatch.setattr(main, "load", lambda name: fake.experiment())
     monkeypatch.setattr("sys.argv", ["experiments", "--quick", "--device", "cpu"])
-    main.main()
-    (path,) = tmp_path.rglob("fake.csv")
-    path.write_text(path.read_text().replace("value,", "number,", 1))
-    main.main()
-    assert "6 rows." in capsys.readouterr().out and fake.measured == list("abcabc")
-    assert not [left for left in harness.read(path) if "number" in left]
+    left = tmp_path / "amp_kernels"
+    left.symlink_to(tmp_path / "elsewhere")
+    printed = []
+    for _ in range(2):
+        main.main()
+        printed.append(Path(capsys.readouterr().out.splitlines()[-1]))
+    assert sorted(path.parent for path in tmp_path.rglob("fake.csv")) == sorted(printed)
+    assert len(set(printed)) == 2 and fake.measured == list("abcabc") and not left.exists()
 
 
 def test_numbers_that_are_missing_are_nan():
