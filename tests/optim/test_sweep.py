@@ -251,6 +251,16 @@ def test_another_gradient_dtype_shape_or_device_is_left_to_python():
 
 
 @compiled
+@pytest.mark.parametrize("state", [False, True], ids=["gradient", "state"])
+def test_vectors_with_gaps_are_left_to_python(state):
+    """A vector has one stride. It counts, except for a single element."""
+    for vector in (torch.ones(24)[::2], torch.ones(1).expand(12), torch.ones(12, 1), torch.ones(10)[::10]):
+        param = parameter(torch.ones(len(vector)) if state else vector, (len(vector),))
+        states = {**state_of(param), **({"exp_avg": vector} if state else {})}
+        assert form_of(param, states) == (3 << 4 if len(vector) == 1 else UNREAD)
+
+
+@compiled
 def test_any_dense_layout_is_read():
     for view in (torch.zeros(4, 3).t(), torch.zeros(2, 5, 3, 4).permute(0, 3, 1, 2), torch.zeros(1, 3, 1)):
         param = torch.nn.Parameter(view)

@@ -216,6 +216,7 @@ EXTREMES = {
     "smallest": (2.0**-149, 0.0),
     "subnormal": (1e-40, 3e-39, -2e-42),
     "least scale": (2.0**-90, 2.0**-91, -(2.0**-97)),
+    "squares below the least scale": (2.0**-46, -(2.0**-60), 2.0**-74),
     "largest": (3.4e38, -1.0, 1e-38),
     "apart": (1.0, -1e-9, 1e-5),
     "nan": (1.0, math.nan),
