@@ -33,7 +33,7 @@ class Family(NamedTuple):
 
     Attributes:
         name: Name of the formula.
-        option: An option that only optimizers of this family have. It tells which family a checkpoint belongs to.
+        option: An option that no other optimizer of torch has. It tells whether a checkpoint belongs to this family.
         states: Names of the states, in the order of their rows in the kernels' table (csrc/table.h).
         codes: How each state is stored in 8 bits. None for a state that is always fp32; it is the last one.
         optional: How many states are optional. They are the last ones in `states`. The options of the optimizer decide
@@ -158,8 +158,8 @@ def _rmsprop(
 
 
 RMSPROP = Family(
-    "rmsprop", "alpha", ("square_avg", "momentum_buffer", "grad_avg"), (SECOND_MOMENT, MOMENTUM, None), 2, RmspropHyper,
-    _rmsprop,
+    "rmsprop", "centered", ("square_avg", "momentum_buffer", "grad_avg"), (SECOND_MOMENT, MOMENTUM, None), 2,
+    RmspropHyper, _rmsprop,
 )  # fmt: skip
 
 
@@ -206,7 +206,7 @@ def _adam(
 
 
 ADAM = Family(
-    "adam", "betas", ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), (MOMENTUM, SECOND_MOMENT, None), 1, AdamHyper, _adam
+    "adam", "amsgrad", ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), (MOMENTUM, SECOND_MOMENT, None), 1, AdamHyper, _adam
 )
 
 FAMILIES = {family.name: family for family in (SGD, RMSPROP, ADAM)}

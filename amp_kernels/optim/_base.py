@@ -28,7 +28,7 @@ from ._plan import Column, Hyper, Members, NativePlan, Plan, capturing
 from ._reference_plan import ReferencePlan
 from ._stored import storages
 from ._sweep import sweep
-from ._tensors import dense, local
+from ._tensors import check_parameter, dense, local
 from ._wrappers import caller, is_in_wrappers_of_torch, wrapped
 
 _ZERO, _SCALER = "torch.distributed.optim.zero_redundancy_optimizer", "torch.amp.grad_scaler"
@@ -105,22 +105,21 @@ class FusedOptimizer(WithCheckpoints):
         params: ParamsT,
         *,
         max_grad_norm: float | None,
-        state_dtype: torch.dtype,
+        state_dtype: torch.dtype | str,
         foreach: bool | None,
         fused: bool | None,
         **options: Any,
     ) -> None:
         name = type(self).__name__
-        check_max_grad_norm(name, max_grad_norm)
-        check_state_dtype(name, state_dtype)
+        dtype = check_state_dtype(name, state_dtype)
         check_params(name, params)
-        check_options(name, options)
+        check_options(name, {**options, "max_grad_norm": max_grad_norm})
         if foreach and fused:
             raise RuntimeError(f"{name}: foreach and fused must not both be True; leave both out, they have no effect")
         given: Any = params if isinstance(params, Tensor) else list(params)  # for a Tensor torch raises an error
         with restored(group for group in given if isinstance(group, dict)):
             super().__init__(given, foreach=False, **options)  # type: ignore[call-arg]
-        self._setup(max_grad_norm=max_grad_norm, state_dtype=state_dtype, foreach=foreach, fused=fused)
+        self._setup(max_grad_norm=max_grad_norm, state_dtype=dtype, foreach=foreach, fused=fused)
 
     def _setup(
         self, *, max_grad_norm: float | None, state_dtype: torch.dtype, foreach: bool | None, fused: bool | None
@@ -554,7 +553,7 @@ class FusedOptimizer(WithCheckpoints):
             param_group: A dict with "params" and any of the optimizer's options.
 
         Raises:
-            TypeError: `max_grad_norm` is not a number, `state_dtype` is not a dtype, or torch refuses the group.
+            TypeError: An option has a wrong type, a parameter to be trained is fp64, or torch refuses the group.
             ValueError: `max_grad_norm` is not positive, `state_dtype` is not fp32, bf16 or int8, or torch refuses the
                 group.
 
@@ -564,15 +563,30 @@ class FusedOptimizer(WithCheckpoints):
             >>> [group["lr"] for group in optimizer.param_groups]
             [0.5, 0.25]
         """
-        if isinstance(param_group, dict):  # for anything else torch raises an error
-            check_max_grad_norm(type(self).__name__, param_group.get("max_grad_norm"))
-            check_state_dtype(type(self).__name__, param_group.get("state_dtype", torch.float32))
-        name, is_group = type(self).__name__, isinstance(param_group, dict)
+        name, own = type(self).__name__, {}
+        is_group = isinstance(param_group, dict)  # for anything else torch raises an error
+        if is_group and "state_dtype" in param_group:
+            own["state_dtype"] = check_state_dtype(name, param_group["state_dtype"])
         if is_group and "params" in param_group:
             check_params(name, param_group["params"])
             check_options(name, param_group)
         with restored([param_group] if is_group else []):
             super().add_param_group(param_group)
+            try:
+                self._refuse_fp64(len(self.param_groups) - 1)
+            except TypeError:
+                self.param_groups.pop()
+                raise
+            self.param_groups[-1].update(own)
+
+    def _refuse_fp64(self, group: int) -> None:
+        """Raises TypeError if the group has fp64 parameters that require a gradient.
+
+        Parameters of other dtypes that kernels cannot update are refused once they have a gradient.
+        """
+        for name, index, param in self._named_parameters():
+            if index == group and param.dtype is torch.float64 and param.requires_grad:
+                check_parameter(type(self).__name__, name, param)
 
 
 _OUR_STEP = inspect.unwrap(FusedOptimizer.__dict__["step"])

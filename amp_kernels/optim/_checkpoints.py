@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
 from collections import defaultdict
 from typing import Any
@@ -13,10 +14,13 @@ from torch.distributed.tensor import DTensor
 
 from ..families import FAMILIES
 from ..ops.checks import why_not_loaded
+from ._options import check_options, check_state_dtype
 from ._reference_plan import unsigned
 from ._state import WithState, check_step, why_not_codes, zeros_like
 from ._stored import Stored, codes_key, keys_of, scale_key, store, value_of
 from ._tensors import has_memory, kind, local
+
+_LOW = (torch.float16, torch.bfloat16)
 
 
 class WithCheckpoints(WithState):
@@ -68,13 +72,14 @@ class WithCheckpoints(WithState):
           parameter was cast to fp32 and is equal to its master, the master is left out.
         - The option `state_dtype` becomes a string.
         - States become fp32, unless `compact` is True.
-        - If a parameter was not updated yet, its `step` and states are left out, but not its master.
+        - If a parameter was not updated yet, its `step` and states are left out, but not its master. They stay if other
+          code has written a state that the first step reads.
         """
         assert isinstance(optimizer, WithCheckpoints)
         state_dict["format"] = optimizer._format
         for group in state_dict["param_groups"]:
             # torch.distributed.checkpoint raises an error for a torch.dtype.
-            group["state_dtype"] = str(group["state_dtype"])
+            group["state_dtype"] = str(check_state_dtype(type(optimizer).__name__, group["state_dtype"]))
         keys = (key for group in state_dict["param_groups"] for key in group["params"])
         params = {key: (name, p) for key, (name, _, p) in zip(keys, optimizer._named_parameters(), strict=True)}
         low = optimizer._dtypes_before_fp32()
@@ -88,9 +93,7 @@ class WithCheckpoints(WithState):
                 is_needed = param.dtype is not torch.float32 or not torch.equal(local(master), local(param))
                 new = {"remainder": None, "master": master if is_needed else None}
             new |= optimizer._in_fp32(state, compact)
-            if "step" in state:
-                step = _exported(state["step"])
-                new |= {"step": step} if step > 0 else dict.fromkeys(optimizer._keys - {"remainder", "master"})
+            new |= optimizer._exported_steps({**state, **new})
             state_dict["state"][key] = {k: v for k, v in {**state, **new}.items() if k not in new or v is not None}
 
     def _in_fp32(self, state: dict[str, Any], compact: bool) -> dict[str, Tensor | None]:
@@ -110,10 +113,28 @@ class WithCheckpoints(WithState):
                 new[name] = value.float()
         return new
 
+    def _exported_steps(self, state: dict[str, Any]) -> dict[str, Tensor | None]:
+        """Returns the entry `step`, and None for the states to leave out.
+
+        A new optimizer has the same states as a parameter that was not updated yet, unless other code has written them.
+        Ranks must agree on the entries of a DTensor, so its states stay.
+        """
+        keys = self._keys - {"remainder", "master"}
+        if keys.isdisjoint(state):
+            return {}
+        step = _exported(self._steps_in(state))
+        if step > 0:
+            return {"step": step}
+        unread = {} if self._set_at_first_step is None else dict.fromkeys(keys_of(self._set_at_first_step))
+        values = [value for key in keys - unread.keys() - {"step"} if isinstance(value := state.get(key), Tensor)]
+        is_written = any(isinstance(value, DTensor) or bool(value.any()) for value in values)
+        return {"step": step, **unread} if is_written else dict.fromkeys(keys)
+
     def _refuse_codes_of_shards(self) -> None:
         # Every rank decides alike, although a small shard has fp32 states.
         for name, g, param in self._named_parameters():
-            if isinstance(param, DTensor) and str(self.param_groups[g]["state_dtype"]) != "torch.float32":
+            dtype = check_state_dtype(type(self).__name__, self.param_groups[g]["state_dtype"])
+            if isinstance(param, DTensor) and dtype is not torch.float32:
                 raise RuntimeError(
                     f"{type(self).__name__}.state_dict: compact must be False, since {name} is a DTensor, whose "
                     "shards store their states by their own sizes; save the fp32 states"
@@ -148,7 +169,8 @@ class WithCheckpoints(WithState):
         `state_dtype` of this optimizer says. If a torch state dict lacks a state, that state starts as in a new
         optimizer. A state dict of fp32 parameters has no masters. If it is loaded, the optimizer keeps the masters that
         it has. There is one exception: if an optimizer of this class saved the state dict, and had no state yet, the
-        weights become the masters.
+        weights become the masters. torch.distributed.checkpoint leaves out the entries of frozen parameters; then there
+        is a warning.
 
         If weights were saved in bf16 and are loaded in fp16, or the other way round, the loaded masters may not be
         exact. They differ from the saved masters by up to one unit in the last place of bf16. For weights closer to 0
@@ -181,6 +203,7 @@ class WithCheckpoints(WithState):
                 raise ValueError(reason)
             for group in loaded["param_groups"]:
                 self._check_family(group)
+                check_options(f"{type(self).__name__}.load_state_dict", group)
             # How states are stored is a choice of this optimizer, as their device is.
             loaded = {**loaded, "param_groups": [dict(group) for group in loaded["param_groups"]]}
             for group, own in zip(loaded["param_groups"], self.param_groups, strict=False):
@@ -197,14 +220,14 @@ class WithCheckpoints(WithState):
             return {**loaded, "state": {key: entry for key, entry in rest.items() if entry != {}}}
 
         before = dict(self.__dict__)
-        # If the state dict has no masters, the optimizer keeps the masters in `kept`. If a state dict of this class
-        # (with the key "format") has no entries, `kept` is empty: this state dict was saved before the first step, when
-        # each master was its weight. If a state dict of torch has no entries, masters are kept, because torch's SGD
-        # without momentum never has entries.
-        kept = {} if "format" in state_dict and not state_dict.get("state") else before["state"]
+        is_whole = "format" in state_dict
+
+        def load(_: torch.optim.Optimizer) -> None:
+            self._load_entries(saved, before["state"], is_whole)
+
         handles = (
             self.register_load_state_dict_pre_hook(set_aside),  # runs after the user's hooks
-            self.register_load_state_dict_post_hook(lambda _: self._load_entries(saved, kept), prepend=True),
+            self.register_load_state_dict_post_hook(load, prepend=True),
         )
         try:
             super().load_state_dict(state_dict)
@@ -215,14 +238,18 @@ class WithCheckpoints(WithState):
             for handle in handles:
                 handle.remove()
         self._warn_of_lost_bits(saved)
+        if not is_whole:
+            self._warn_of_lost_masters(saved)
 
-    def _load_entries(self, saved: dict[int, dict[str, Any]], before: dict[Any, Any]) -> None:
+    def _load_entries(self, saved: dict[int, dict[str, Any]], before: dict[Any, Any], is_whole: bool) -> None:
         """Loads the saved entries. `saved` has them by the positions of their parameters.
 
-        A state dict of fp32 parameters has no masters. The masters in `before` then stay, for example those that
-        `load_fp32_state_dict` has loaded.
+        A parameter without a saved master keeps the one in `before`, for example one that `load_fp32_state_dict` has
+        loaded. There is one exception. `is_whole` says that the state dict has all entries that this class saved. If
+        it then has masters, or no entries, the other parameters had no state yet, and their weights become the masters.
         """
-        keeps_masters = not any("master" in entry for entry in saved.values())
+        has_masters = any("master" in entry for entry in saved.values())
+        keeps_masters = not (is_whole and (has_masters or not saved))
         for position, (name, index, param) in enumerate(self._named_parameters()):
             if keeps_masters and "remainder" in before.get(param, {}):
                 self.state[param]["remainder"] = before[param]["remainder"]
@@ -230,12 +257,12 @@ class WithCheckpoints(WithState):
                 self._load_entry(name, param, self.param_groups[index], saved[position])
 
     def _check_family(self, group: dict[str, Any]) -> None:
-        others = [family.name for family in FAMILIES.values() if family.option in group]
-        if others and self._family.name not in others:
+        if self._family.option not in group:
+            others = [family.name for family in FAMILIES.values() if family.option in group]
+            other = others[0] if others else _optimizer_of(group)
             raise ValueError(
                 f"{type(self).__name__}.load_state_dict: the state dict must be from {self._family.name}, got one from "
-                f"{others[0]} (its groups have the option {FAMILIES[others[0]].option!r}); load it into an optimizer "
-                "with this option"
+                f"{other} (its groups lack the option {self._family.option!r}); load it into an optimizer of that kind"
             )
 
     def _check_entry(self, what: str, param: Tensor, group: dict[str, Any], entry: dict[str, Any]) -> None:
@@ -292,6 +319,12 @@ class WithCheckpoints(WithState):
                 if reason:
                     caller, _, parameter = what.partition(": {} of ")
                     raise ValueError(f"{caller}: {reason.format(parameter)}")
+                scale = local(entry[scale_key(name)])
+                if not ((scale >= 0) & (scale < torch.inf)).all():
+                    raise ValueError(
+                        f"{what.format(scale_key(name))} must be finite and not negative, got {scale.min().item()} to "
+                        f"{scale.max().item()}; if the state held NaN or inf, save it by state_dict(), without compact"
+                    )
                 found[name] = entry[codes_key(name)]
         return found
 
@@ -307,6 +340,19 @@ class WithCheckpoints(WithState):
                 "hold 16-bit weights, whose fp32 masters in this checkpoint have more bits; to keep these bits, save "
                 "weights with amp_kernels.optim.fp32_state_dict(model, optimizer) and load them with "
                 "load_fp32_state_dict",
+                stacklevel=4,
+            )
+
+    def _warn_of_lost_masters(self, saved: dict[int, dict[str, Any]]) -> None:
+        """Warns if some parameters have masters in a state dict, and others of 16 bits have no entry."""
+        low = {i: name for i, (name, _, p) in enumerate(self._named_parameters()) if p.dtype in _LOW}
+        lacking = [name for i, name in low.items() if i not in saved]
+        if lacking and any("master" in entry for entry in saved.values()):
+            warnings.warn(
+                f"{type(self).__name__}.load_state_dict: {len(lacking)} 16-bit parameters ({lacking[0]} is the first) "
+                "have no entry in the state dict, so their fp32 masters are not loaded; torch.distributed.checkpoint "
+                "leaves out parameters that are frozen; if they were trained before, call requires_grad_() on them "
+                "before the load, and freeze them after it",
                 stacklevel=4,
             )
 
@@ -334,9 +380,7 @@ class WithCheckpoints(WithState):
             if value is not None:
                 # A state that is not needed with the present options is kept too, since these may be changed back.
                 store(state, used.get(key, Stored(key, torch.float32, code)), param, value)
-        # torch.optim.SGD counts no steps. If there is a momentum buffer, at least one step was taken.
-        step = saved.get("step", 0 if saved.get("momentum_buffer") is None else 1)
-        state["step"].fill_(int(step))
+        state["step"].fill_(int(self._steps_in(saved)))
 
 
 def _lacks_bits(param: Tensor, master: Tensor | None) -> bool:
@@ -347,8 +391,18 @@ def _lacks_bits(param: Tensor, master: Tensor | None) -> bool:
     if param.dtype is not torch.float32 or master is None:
         return False
     plain, fp32 = local(param), local(zeros_like(param).copy_(master))
-    low = (torch.float16, torch.bfloat16)
-    return not torch.equal(plain, fp32) and any(torch.equal(plain, fp32.to(dtype).float()) for dtype in low)
+    return not torch.equal(plain, fp32) and any(torch.equal(plain, fp32.to(dtype).float()) for dtype in _LOW)
+
+
+def _optimizer_of(group: dict[str, Any]) -> str:
+    """Returns the name of torch's optimizer whose options a saved group has. Of several, returns the largest."""
+    kinds = {
+        name: inspect.signature(kind).parameters.keys() - {"params"}
+        for name, kind in vars(torch.optim).items()
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+    }
+    fitting = {name: len(options) for name, options in kinds.items() if options <= group.keys()}
+    return max(fitting, key=lambda name: fitting[name], default="another optimizer")
 
 
 def _exported(step: Any) -> Tensor:

@@ -14,6 +14,7 @@ from ..ops.table import STATE_DTYPES
 
 # torch compares these options with numbers before it checks their types, and its error does not name them.
 _NUMBERS = ("lr", "momentum", "dampening", "weight_decay", "alpha", "eps")
+_FLAGS = ("nesterov", "centered", "amsgrad", "decoupled_weight_decay", "maximize")
 
 
 def check_params(name: str, params: Any) -> None:
@@ -34,10 +35,14 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
         value = options.get(key, 0)
         if not isinstance(value, (numbers.Real, Tensor)):
             raise TypeError(f"{name}: {key} must be a number or a Tensor of one element, got {value!r}")
+    for key in _FLAGS:
+        if isinstance(options.get(key), str):  # "False" would count as True
+            raise TypeError(f"{name}: {key} must be True or False, got {options[key]!r}")
     betas: Any = options.get("betas", (0, 0))
     is_pair = isinstance(betas, Sequence) and len(betas) == 2
     if not (is_pair and all(isinstance(beta, (numbers.Real, Tensor)) for beta in betas)):
         raise TypeError(f"{name}: betas must be two numbers such as (0.9, 0.999), got {betas!r}")
+    check_max_grad_norm(name, options.get("max_grad_norm"))
 
 
 def check_max_grad_norm(name: str, value: Any) -> float | None:
@@ -48,11 +53,15 @@ def check_max_grad_norm(name: str, value: Any) -> float | None:
     return value
 
 
-def check_state_dtype(name: str, value: Any) -> None:
-    if not isinstance(value, torch.dtype):
+def check_state_dtype(name: str, value: Any) -> torch.dtype:
+    """Returns the option as a torch.dtype. Configuration files and command lines say "int8" or "torch.int8"."""
+    if not isinstance(value, (torch.dtype, str)):
         raise TypeError(f"{name}: state_dtype must be a torch.dtype such as torch.int8, got {value!r}")
-    if value not in STATE_DTYPES:
-        raise ValueError(f"{name}: state_dtype must be torch.float32, torch.bfloat16 or torch.int8, got {value}")
+    text = f"torch.{str(value).removeprefix('torch.')}"
+    dtype = next((known for known in STATE_DTYPES if str(known) == text), None)
+    if dtype is None:
+        raise ValueError(f"{name}: state_dtype must be torch.float32, torch.bfloat16 or torch.int8, got {value!r}")
+    return dtype
 
 
 @contextlib.contextmanager

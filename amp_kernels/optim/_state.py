@@ -23,6 +23,7 @@ from ._stored import (
     Stored,
     codes_key,
     groups_of,
+    holds_scales,
     is_stored,
     keys_of,
     scale_key,
@@ -32,6 +33,9 @@ from ._stored import (
     value_of,
 )
 from ._tensors import check_parameter, dense, has_memory, is_count, is_laid_out, kind, local
+
+# The end of errors. If the whole state is deleted, the rounded weight becomes the master.
+_RESET = "delete everything except 'remainder' from optimizer.state[parameter] to reset it"
 
 
 class WithState(torch.optim.Optimizer):
@@ -154,8 +158,19 @@ class WithState(torch.optim.Optimizer):
         target, step = dense(local(param)), state.get("step")
         if not (is_count(step, target.device) and step is not None and step.ndim == 0):
             return False
-        is_split = is_fp32 or is_laid_out(local(state["remainder"]), target, torch.int16)
-        return is_split and all(is_stored(state, stored, target) for stored in self._stored(param, group))
+        remainder = state.get("remainder")
+        if not is_fp32 and not (isinstance(remainder, Tensor) and is_laid_out(local(remainder), target, torch.int16)):
+            return False
+        return all(is_stored(state, stored, target) for stored in self._stored(param, group))
+
+    def _steps_in(self, state: Mapping[str, Any]) -> Any:
+        """Returns the count of steps in the state of a parameter.
+
+        torch.optim.SGD counts no steps. If there is a momentum buffer, at least one step was taken.
+        """
+        first = self._set_at_first_step
+        is_set = first is not None and any(state.get(key) is not None for key in keys_of(first))
+        return state.get("step", int(is_set))
 
     def _stored(self, param: Tensor, group: dict[str, Any]) -> list[Stored]:
         return stored_states(self._family, self._state_names(group), self._storage(param, group))
@@ -165,15 +180,15 @@ class WithState(torch.optim.Optimizer):
         check_parameter(type(self).__name__, name, param)
         state, target, states = self.state[param], dense(local(param)), self._stored(param, group)
         self._check_before_fitting(name, param, state, states)
-        state["step"] = _as_count(state.get("step", 0), target.device)
+        state["step"] = _as_count(self._steps_in(state), target.device)
         master = state.pop("master", None)  # from a state dict: ZeroRedundancyOptimizer writes it into `state`
         if param.dtype is torch.float32:
             state.pop("remainder", None)
         elif master is not None:
             state["remainder"] = _remainder(param, master)
-        elif "remainder" in state and state["remainder"].shape != param.shape:
-            # The shapes differ because the parameter was pruned. The weights that are left become their own masters.
-            # This changes each master by at most half a 16-bit unit, because it was no further away from its weight.
+        elif _was_pruned(param, state.get("remainder")):
+            # The weights that are left become their own masters. This changes each master by at most half a 16-bit
+            # unit, because it was no further away from its weight.
             del state["remainder"]
         for stored in states:
             if is_stored(state, stored, target):
@@ -193,11 +208,12 @@ class WithState(torch.optim.Optimizer):
         """Raises an error if `_fit_state` cannot make the state fit, before anything is modified."""
         target, step = dense(local(param)), state.get("step", 0)
         if not is_count(step, target.device):
-            if not isinstance(step, Tensor) or step.device.type == "cpu":
+            is_number = isinstance(step, Tensor) and step.numel() == 1 and has_memory(step)
+            if not is_number or step.device.type == "cpu":
                 check_step(f"{type(self).__name__}: step of {name}", step)
             self._check_own(name, "step", step)
         remainder = state.get("remainder") if param.dtype is not torch.float32 else None
-        if remainder is not None and remainder.shape == param.shape:
+        if remainder is not None and not _was_pruned(param, remainder):
             self._check_state(name, "remainder", param, remainder)
             if not is_laid_out(local(remainder), target, torch.int16):
                 self._check_own(name, "remainder", remainder)
@@ -216,10 +232,12 @@ class WithState(torch.optim.Optimizer):
     def _check_codes(self, name: str, stored: Stored, param: Tensor, state: dict[str, Any]) -> None:
         """Raises an error if the codes and scales of a state do not belong to a parameter."""
         if reason := why_not_codes(stored, param, state):
-            raise RuntimeError(
+            arrays = (state.get(key) for key in keys_of(stored.name))
+            have_memory = all(has_memory(array) for array in arrays if isinstance(array, Tensor))
+            raise (RuntimeError if have_memory else ValueError)(
                 f"{type(self).__name__}: {reason.format(name)}; to change a parameter and its state, set "
                 f"state[{stored.name!r}] to an fp32 tensor and delete {codes_key(stored.name)!r} and "
-                f"{scale_key(stored.name)!r}, or delete optimizer.state[parameter] to reset it"
+                f"{scale_key(stored.name)!r}, or {_RESET}"
             )
 
     def _check_own(self, name: str, key: str, state: Any) -> None:
@@ -235,17 +253,19 @@ class WithState(torch.optim.Optimizer):
             )
 
     def _check_state(self, name: str, key: str, param: Tensor, state: Tensor) -> None:
-        is_number = state.dtype is torch.int16 if key == "remainder" else state.is_floating_point()
-        if not (has_memory(state) and is_number and shares_memory([local(state)]) is None):
+        remedy = f"delete {key!r}, and the weight is its master" if key in ("master", "remainder") else _RESET
+        is_plain = isinstance(state, Tensor) and has_memory(state)
+        is_number = is_plain and (state.dtype is torch.int16 if key == "remainder" else state.is_floating_point())
+        if not (is_number and shares_memory([local(state)]) is None):
             what = "int16 numbers" if key == "remainder" else "floats"
             raise TypeError(
                 f"{type(self).__name__}: {key} of {name} must be a tensor of {what} whose elements do not share "
-                f"memory, got {kind(state)}; delete optimizer.state[parameter] to reset it"
+                f"memory, got {kind(state)}; {remedy}"
             )
         if state.shape != param.shape:
             raise RuntimeError(
-                f"{type(self).__name__}: {name} must keep its shape {tuple(state.shape)}, got {tuple(param.shape)}; "
-                "delete optimizer.state[parameter] to reset the state"
+                f"{type(self).__name__}: {name} must keep its shape {tuple(state.shape)}, as {key} has it, got "
+                f"{tuple(param.shape)}; {remedy}"
             )
 
     def _drop_unset_states(self) -> None:
@@ -272,7 +292,7 @@ def check_step(what: str, value: Any) -> int:
     number = value.item() if isinstance(value, Tensor) and value.numel() == 1 and has_memory(value) else value
     is_number = isinstance(number, numbers.Real) and not isinstance(number, bool)
     if not (is_number and math.isfinite(number) and number == int(number) and 0 <= number < 2**31 - 1):
-        got = kind(value) if isinstance(value, Tensor) and value.numel() != 1 else repr(number)
+        got = kind(number) if isinstance(number, Tensor) else repr(number)
         raise ValueError(f"{what} must be a whole number from 0 to 2^31 - 2, got {got}")
     return int(number)
 
@@ -296,10 +316,16 @@ def why_not_codes(stored: Stored, param: Tensor, state: Mapping[str, Any]) -> st
         expected = f"the shape {tuple(param.shape)} of the parameter, without gaps"
         return f"{codes_key(stored.name)} of {{}} must have {expected}, got {tuple(codes.shape)}"
     groups = (groups_of(local(codes).numel()),)
-    if not (isinstance(scale, Tensor) and scale.dtype is torch.float32 and scale.shape == groups):
-        got = f"{tuple(scale.shape)} of {scale.dtype}" if isinstance(scale, Tensor) else kind(scale)
+    if not holds_scales(scale, local(codes).numel()):
+        is_reshaped = isinstance(scale, Tensor) and scale.shape != groups
+        got = f"{tuple(scale.shape)} of {scale.dtype}" if is_reshaped else kind(scale)
         return f"{scale_key(stored.name)} of {{}} must be fp32 of shape {groups}, got {got}"
     return None
+
+
+def _was_pruned(param: Tensor, remainder: Any) -> bool:
+    """Whether a parameter has another number of elements than its remainder."""
+    return isinstance(remainder, Tensor) and remainder.numel() != param.numel()
 
 
 def zeros_like(param: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

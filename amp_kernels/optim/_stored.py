@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ..families import FAMILIES, Family
 from ..ops.table import LEAST_LEAN, SCALES, STATE_DTYPES, STATES
 from ..reference.states import GROUP, Code, decode, encode
 from ._options import check_state_dtype
-from ._tensors import is_laid_out, local
+from ._tensors import has_memory, is_laid_out, local
 
 
 class Storage(NamedTuple):
@@ -76,8 +77,7 @@ def storages(family: str, names: tuple[str | None, ...], dtype: torch.dtype) -> 
 
 def _storage(family: Family, names: tuple[str | None, ...], dtype: torch.dtype) -> Storage:
     # Other code may have set the option of a group. ZeroRedundancyOptimizer sets it to the string in a state dict.
-    dtype = {str(known): known for known in STATE_DTYPES}.get(str(dtype), dtype)
-    check_state_dtype(f"the optimizer of {family.name}", dtype)
+    dtype = check_state_dtype(f"the optimizer of {family.name}", dtype)
     coded = 0 if dtype is torch.float32 else family.coded(names)
     if coded == 0:
         dtype = torch.float32
@@ -115,10 +115,16 @@ def groups_of(numel: int) -> int:
     return -(-numel // GROUP)
 
 
+def holds_scales(scale: Any, numel: int) -> bool:
+    """Whether `scale` holds the scales of `numel` elements."""
+    is_plain = isinstance(scale, Tensor) and has_memory(scale) and not isinstance(scale, DTensor)
+    return is_plain and scale.dtype is torch.float32 and scale.shape == (groups_of(numel),)
+
+
 def is_scale(scale: Any, numel: int, device: torch.device) -> bool:
-    """Whether `scale` can be the scales of `numel` elements."""
-    is_plain = isinstance(scale, Tensor) and scale.dtype is torch.float32 and not scale.is_inference()
-    return is_plain and scale.shape == (groups_of(numel),) and scale.device == device and scale.is_contiguous()
+    """Whether kernels can use `scale` as the scales of `numel` elements."""
+    is_usable = holds_scales(scale, numel) and not scale.is_inference()
+    return is_usable and scale.device == device and scale.is_contiguous()
 
 
 def is_stored(state: Mapping[str, Any], stored: Stored, target: Tensor) -> bool:

@@ -67,7 +67,7 @@ class FusedAdam(FusedOptimizer, torch.optim.Adam):  # type: ignore[override]
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
         max_grad_norm: float | None = None,
-        state_dtype: torch.dtype = torch.float32,
+        state_dtype: torch.dtype | str = torch.float32,
     ) -> None:
         if differentiable:
             raise ValueError("FusedAdam: differentiable must be False, got True; use torch.optim.Adam for that")
@@ -131,7 +131,7 @@ class FusedAdamW(FusedOptimizer, torch.optim.AdamW):  # type: ignore[override]
         differentiable: bool = False,
         fused: bool | None = None,
         max_grad_norm: float | None = None,
-        state_dtype: torch.dtype = torch.float32,
+        state_dtype: torch.dtype | str = torch.float32,
     ) -> None:
         if differentiable:
             raise ValueError("FusedAdamW: differentiable must be False, got True; use torch.optim.AdamW for that")

@@ -66,7 +66,7 @@ class FusedRMSprop(FusedOptimizer, torch.optim.RMSprop):
         *,
         fused: bool | None = None,
         max_grad_norm: float | None = None,
-        state_dtype: torch.dtype = torch.float32,
+        state_dtype: torch.dtype | str = torch.float32,
     ) -> None:
         if differentiable:
             raise ValueError("FusedRMSprop: differentiable must be False, got True; use torch.optim.RMSprop for that")

@@ -45,14 +45,14 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):  # type: ignore[override]
             `math.inf` the norm is measured and nothing is clipped. Like `lr`, `max_grad_norm` is an option of every
             parameter group, and state dicts contain it. Its value must be the same in all groups.
         state_dtype: How states are stored: in torch.float32, torch.bfloat16 (2 bytes for each element of a state) or
-            torch.int8 (1 byte, and an fp32 scale for every 128 elements). New states are rounded at random, so that
-            small changes are not lost. The random numbers depend only on the step, on the position of the parameter in
-            the optimizer, and on the position of the element in memory. A parameter with fewer than 4,096 elements has
-            fp32 states; of a DTensor, the elements of this rank's shard count. Masters stay exact. In int8,
-            `optimizer.state[parameter]` has the keys "momentum_buffer_codes" and "momentum_buffer_scale", and not
-            "momentum_buffer". Like `lr`, `state_dtype` is an option of every parameter group. It may be changed, and
-            the next step then converts the states. Do not change it after a CUDA graph has captured a step, since a
-            replay would use the old states. `load_state_dict` does not change it.
+            torch.int8 (1 byte, and an fp32 scale for every 128 elements). A name such as "int8" will do. New states are
+            rounded at random, so that small changes are not lost. The random numbers depend only on the step, on the
+            position of the parameter in the optimizer, and on the position of the element in memory. A parameter with
+            fewer than 4,096 elements has fp32 states; of a DTensor, the elements of this rank's shard count. Masters
+            stay exact. In int8, `optimizer.state[parameter]` has the keys "momentum_buffer_codes" and
+            "momentum_buffer_scale", and not "momentum_buffer". Like `lr`, `state_dtype` is an option of every parameter
+            group. It may be changed, and the next step then converts the states. Do not change it after a CUDA graph
+            has captured a step, since a replay would use the old states. `load_state_dict` does not change it.
 
     Raises:
         ValueError: An argument is out of its range.
@@ -86,7 +86,7 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):  # type: ignore[override]
         differentiable: bool = False,
         fused: bool | None = None,
         max_grad_norm: float | None = None,
-        state_dtype: torch.dtype = torch.float32,
+        state_dtype: torch.dtype | str = torch.float32,
     ) -> None:
         if differentiable:
             raise ValueError("FusedSGD: differentiable must be False, got True; use torch.optim.SGD for that")

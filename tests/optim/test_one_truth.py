@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint.state_dict as dcp
 from optim_cases import FULL, OF_TORCH
 from torch import Tensor
 from torch.testing import assert_close
 
 from amp_kernels import GradScaler, amp, use_backend
 from amp_kernels.ops.table import STATE_DTYPES
-from amp_kernels.optim import FusedAdam, FusedAdamW, FusedSGD, fp32_state_dict
+from amp_kernels.optim import FusedAdam, FusedAdamW, FusedSGD, fp32_state_dict, load_fp32_state_dict
 from amp_kernels.optim._base import FusedOptimizer
 
 optimizers = pytest.mark.parametrize("family", OF_TORCH, ids=lambda family: family.__name__)
@@ -83,19 +84,18 @@ def test_keys_of_others_survive_a_checkpoint(family, dtype, save):
 
 
 def test_keys_of_others_survive_dcp_and_amp(tmp_path):
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+    import torch.distributed.checkpoint as checkpoint
 
     model = torch.nn.Linear(3, 2, bias=False)
     optimizer = FusedAdam(model.parameters(), lr=0.1)
     step(optimizer)
     optimizer.state[model.weight]["slow"] = torch.arange(6.0).view(2, 3)
-    saved = {"optimizer": get_optimizer_state_dict(model, optimizer)}
-    dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
+    saved = {"optimizer": dcp.get_optimizer_state_dict(model, optimizer)}
+    checkpoint.save(saved, checkpoint_id=tmp_path, no_dist=True)
     saved["optimizer"]["state"]["weight"]["slow"] = torch.zeros(2, 3)
-    dcp.load(saved, checkpoint_id=tmp_path, no_dist=True)
+    checkpoint.load(saved, checkpoint_id=tmp_path, no_dist=True)
     del optimizer.state[model.weight]["slow"]
-    set_optimizer_state_dict(model, optimizer, saved["optimizer"])
+    dcp.set_optimizer_state_dict(model, optimizer, saved["optimizer"])
     assert torch.equal(optimizer.state[model.weight]["slow"], torch.arange(6.0).view(2, 3))
 
 
@@ -415,6 +415,28 @@ def test_a_checkpoint_of_another_family_is_refused(into, of, theirs, stepped):
     assert_unchanged(optimizer, before)
 
 
+OTHERS = [
+    kind
+    for kind in vars(torch.optim).values()
+    if isinstance(kind, type) and torch.optim.Optimizer in kind.__mro__[1:] and kind not in OF_TORCH.values()
+]
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@optimizers
+def test_a_checkpoint_of_any_other_optimizer_of_torch_is_refused(family, other):
+    """ASGD has RMSprop's alpha, RAdam has Adam's betas, and Adadelta has no option that only one family has."""
+    optimizer = family([leaf(2, 2)], **FULL[family])
+    step(optimizer)
+    before = contents(optimizer)
+    names = rf"^{family.__name__}.*must be from {family._family.name}, got one from {other.__name__} "
+    with pytest.raises(ValueError, match=names):
+        optimizer.load_state_dict(other([leaf(2, 2)], lr=0.3).state_dict())
+    with pytest.raises(ValueError, match="got one from another optimizer"):  # of another package
+        optimizer.load_state_dict({"state": {}, "param_groups": [{"params": [0], "lr": 0.3, "trust": 1.0}]})
+    assert_unchanged(optimizer, before)
+
+
 def test_adam_and_adamw_load_each_other():
     p = leaf(5)
     adam, adamw = FusedAdam([p], lr=0.1), FusedAdamW([p], lr=0.1)
@@ -552,6 +574,173 @@ def test_a_remainder_alone_is_dropped_with_its_shape():
     step(optimizer)
     assert_close(optimizer.master(p), before - 0.5, rtol=0, atol=1e-7)  # a tie is kept as its neighbour
     assert optimizer.state[p]["remainder"].shape == (7,)
+
+
+def test_a_remainder_of_another_shape_and_as_many_elements_is_refused():
+    """It is not that of a pruned parameter. Dropping it would move the master."""
+    p = leaf(2, 3, dtype=torch.bfloat16)
+    optimizer = FusedSGD([p], lr=0.1)
+    step(optimizer)
+    state, good = optimizer.state[p], optimizer.state[p]["remainder"]
+    for wrong, error in ((good.view(3, 2), RuntimeError), (good.view(6), RuntimeError), ([0] * 6, TypeError)):
+        state["remainder"] = wrong
+        weight = p.detach().clone()
+        with pytest.raises(error, match=r"remainder.*delete 'remainder', and the weight is its master"):
+            step(optimizer)
+        assert state["remainder"] is wrong and torch.equal(p, weight)
+    state["remainder"] = good
+    p.grad, p.data = None, p.data.view(3, 2)  # or the parameter has another shape
+    with pytest.raises(RuntimeError, match=r"must keep its shape \(2, 3\).*got \(3, 2\)"):
+        step(optimizer)
+    assert state["remainder"] is good
+
+
+# ---------------------------------------------------------------------------------------------------- resets of states
+def reset(optimizer: torch.optim.Optimizer) -> None:
+    """The way of docs/guides/optimizers.md."""
+    for state in optimizer.state.values():
+        for key in state.keys() - {"remainder"}:
+            del state[key]
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, *DTYPES], ids=["fp32", "bf16", "fp16"])
+@optimizers
+def test_a_reset_keeps_masters_and_nothing_else(family, dtype, state_dtype):
+    p, q = leaf(5000, dtype=dtype), leaf(5000, dtype=dtype)
+    optimizer = family([p], **{**FULL[family], "state_dtype": state_dtype})
+    for grad in (0.7, -0.3, 0.2):
+        step(optimizer, grad)
+    master = optimizer.master(p)
+    reset(optimizer)
+    assert torch.equal(optimizer.master(p), master)
+    other = family([q], **{**FULL[family], "state_dtype": state_dtype})
+    load_fp32_state_dict(torch.nn.ParameterList([q]), other, {"0": master})
+    for o in (optimizer, other):
+        step(o, 0.5)
+        step(o, 0.1)
+    assert torch.equal(optimizer.master(p), other.master(q))
+    assert_close(optimizer.state_dict()["state"], other.state_dict()["state"], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("key", ["exp_avg_codes", "exp_avg_scale"])
+def test_codes_or_scales_of_0_are_a_state_of_0(key):
+    p, q = leaf(5000), leaf(5000)
+    ours, theirs = FusedAdam([p], lr=0.1, state_dtype="int8"), torch.optim.Adam([q], lr=0.1)
+    for optimizer, param, name in ((ours, p, key), (theirs, q, "exp_avg")):
+        step(optimizer)
+        optimizer.state[param][name].zero_()
+        step(optimizer, 0.5)
+    assert_close(p, q, rtol=0, atol=2e-3)  # the second moment has a code of 8 bits
+
+
+def test_errors_name_a_reset_that_keeps_masters():
+    p = leaf(5, dtype=torch.bfloat16)
+    optimizer = FusedAdam([p], lr=1e-3)
+    step(optimizer)
+    master = optimizer.master(p)
+    for wrong in (torch.ones(6), torch.ones(5, dtype=torch.int32), 3.0):
+        optimizer.state[p]["exp_avg"] = wrong
+        remedy = r"; delete everything except 'remainder' from optimizer\.state\[parameter\] to reset it$"
+        with pytest.raises((RuntimeError, TypeError), match=remedy):
+            step(optimizer)
+        reset(optimizer)
+        assert torch.equal(optimizer.master(p), master)
+    step(optimizer)
+
+
+LOST = r"1 16-bit parameters \(\S+ is the first\) have no entry in the state dict.*requires_grad_\(\)"
+
+
+def two_layers() -> tuple[torch.nn.Module, FusedOptimizer]:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False)).bfloat16()
+    return model, FusedAdamW(model.named_parameters(), lr=1e-3)
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_masters_of_frozen_parameters_that_dcp_leaves_out(frozen, is_new):
+    model, optimizer = two_layers()
+    for _ in range(3):
+        step(optimizer)
+    masters = [optimizer.master(p) for p in model.parameters()]
+    saved = copy.deepcopy((model.state_dict(), dcp.get_optimizer_state_dict(model, optimizer)))
+    if is_new:
+        model, optimizer = two_layers()
+        model.load_state_dict(saved[0])
+    p = model[frozen].weight.requires_grad_(False)
+    with pytest.warns(UserWarning, match=LOST):
+        dcp.set_optimizer_state_dict(model, optimizer, saved[1])
+    assert torch.equal(optimizer.master(p), p.float() if is_new else masters[frozen])
+    assert torch.equal(optimizer.master(model[1 - frozen].weight), masters[1 - frozen])
+    p.requires_grad_()  # as the warning says
+    dcp.set_optimizer_state_dict(model, optimizer, saved[1])
+    assert all(map(torch.equal, map(optimizer.master, model.parameters()), masters))
+
+
+def test_an_entry_that_an_incomplete_checkpoint_lacks_leaves_the_master():
+    """StateDictOptions(strict=False) leaves parameters out that train."""
+    model, optimizer = two_layers()
+    step(optimizer)
+    masters = [optimizer.master(p) for p in model.parameters()]
+    saved = copy.deepcopy(dcp.get_optimizer_state_dict(model, optimizer))
+    del saved["state"]["1.weight"]
+    with pytest.warns(UserWarning, match=LOST):
+        dcp.set_optimizer_state_dict(model, optimizer, saved, options=dcp.StateDictOptions(strict=False))
+    assert all(map(torch.equal, map(optimizer.master, model.parameters()), masters))
+    whole = optimizer.state_dict()
+    del whole["state"][1]  # as if it had had no gradient before it was saved: no warning
+    optimizer.load_state_dict(whole)
+    assert torch.equal(optimizer.master(model[1].weight), model[1].weight.float())
+
+
+# ----------------------------------------------------------------------------- states that other code writes at step 0
+@pytest.mark.parametrize("state_dtype", ["float32", "int8"])
+@pytest.mark.parametrize("is_made", [False, True], ids=["no state", "init_state"])
+@optimizers
+def test_states_written_before_the_first_step_are_saved(family, is_made, state_dtype):
+    results = []
+    for resumes in (False, True):
+        p = leaf(5000)
+        optimizer = family([p], **{**FULL[family], "state_dtype": state_dtype})
+        name = needed(family)[0] if needed(family) else "momentum_buffer"
+        if is_made and needed(family):
+            optimizer.init_state()
+        optimizer.state[p][name] = torch.full_like(p, 4.0)
+        if resumes:
+            saved = saved_by_torch(optimizer.state_dict())
+            assert torch.equal(saved["state"][0][name], torch.full((5000,), 4.0))
+            optimizer = family([p], **{**FULL[family], "state_dtype": state_dtype})
+            optimizer.load_state_dict(saved)
+        step(optimizer)
+        results.append((p.detach(), optimizer.state_dict()["state"]))
+    assert_close(results[0], results[1], rtol=0, atol=0)
+    assert not torch.equal(results[0][0], after_a_first_step(family))
+
+
+def after_a_first_step(family: type[FusedOptimizer]) -> Tensor:
+    p = leaf(5000)
+    step(family([p], **FULL[family]))
+    return p.detach()
+
+
+def test_a_momentum_buffer_without_a_count_is_read_as_torch_reads_it():
+    results = []
+    for family in (FusedSGD, torch.optim.SGD):
+        p = leaf(5)
+        optimizer = family([p], lr=0.1, momentum=0.9, dampening=0.5)
+        optimizer.state[p]["momentum_buffer"] = torch.full((5,), 4.0)
+        step(optimizer)
+        results.append(p.detach())
+    assert_close(*results)
+
+
+def test_states_that_no_step_and_nobody_has_written_are_not_saved():
+    p = leaf(5)
+    for family in OF_TORCH:
+        optimizer = family([p], **FULL[family])
+        optimizer.init_state()
+        assert optimizer.state_dict()["state"] == {0: {}}
 
 
 # ------------------------------------------------------------------------------------------------ row 18: wrong masters

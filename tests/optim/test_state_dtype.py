@@ -146,9 +146,24 @@ def test_parameters_with_other_states_in_each_form(kind, option, state_dtype):
     assert_same(*optimizers)
 
 
-@pytest.mark.parametrize("value", [torch.float16, torch.uint8])
+@pytest.mark.parametrize("prefix", ["", "torch."])
+@pytest.mark.parametrize("dtype", [FP32, BF16, INT8], ids=str)
+def test_names_of_dtypes(dtype, prefix):
+    """Configuration files and command lines have nothing else."""
+    name = prefix + str(dtype).removeprefix("torch.")
+    optimizer = FusedAdam([{"params": parameters()}, {"params": parameters(), "state_dtype": name}], state_dtype=name)
+    optimizer.add_param_group({"params": parameters(), "state_dtype": name})
+    assert [group["state_dtype"] for group in (optimizer.defaults, *optimizer.param_groups)] == [dtype] * 4
+    optimizer.param_groups[0]["state_dtype"] = name  # later too
+    train(optimizer, 0, 1)
+    p = params_of(optimizer)[2]
+    assert ("exp_avg_codes" in optimizer.state[p]) == (dtype is INT8)
+    assert {group["state_dtype"] for group in optimizer.state_dict()["param_groups"]} == {str(dtype)}
+
+
+@pytest.mark.parametrize("value", [torch.float16, torch.uint8, "int4"])
 def test_other_dtypes_are_refused(value):
-    with pytest.raises(ValueError, match=r"^FusedAdam: state_dtype must be torch\.float32, .*, got torch\."):
+    with pytest.raises(ValueError, match=r"^FusedAdam: state_dtype must be torch\.float32, .*, got (torch\.|'int4'$)"):
         FusedAdam(parameters(), state_dtype=value)
     optimizer = FusedAdam(parameters())
     with pytest.raises(ValueError, match=r"^FusedAdam: state_dtype must be torch\.float32"):
@@ -158,7 +173,7 @@ def test_other_dtypes_are_refused(value):
     with pytest.raises(ValueError, match=r"state_dtype must be torch\.float32"):
         train(optimizer, 0, 1)
     with pytest.raises(TypeError, match=r"^FusedAdam: state_dtype must be a torch\.dtype such as"):
-        FusedAdam(parameters(), state_dtype="int8")
+        FusedAdam(parameters(), state_dtype=8)
 
 
 # ---------------------------------------------------------------------------------------------------------- checkpoints
@@ -290,7 +305,8 @@ def test_codes_that_do_not_fit_are_refused(spoil, message):
     q = params_of(spoiled)[1]
     spoil(spoiled.state[q])
     weights = [p.detach().clone() for p in params_of(spoiled)]
-    with pytest.raises(RuntimeError, match=rf"^FusedAdam: exp_avg_\w+ of .*\[1\] {message}.*delete optimizer\.state"):
+    remedy = r"delete everything except 'remainder' from optimizer\.state"
+    with pytest.raises(RuntimeError, match=rf"^FusedAdam: exp_avg_\w+ of .*\[1\] {message}.*{remedy}"):
         train(spoiled, 1, 1)
     assert all(map(torch.equal, weights, params_of(spoiled)))
     for state, old in zip(optimizer.state.values(), before, strict=True):
@@ -351,6 +367,39 @@ def test_a_pruned_parameter_is_refused():
         del optimizer.state[p][f"{name}_codes"], optimizer.state[p][f"{name}_scale"]
     optimizer.step()
     assert optimizer.state[p]["exp_avg_codes"].shape == (4500,)
+
+
+SCALES = {
+    "NaN": lambda scale: scale.clone().index_fill_(0, torch.tensor([3]), torch.nan),
+    "negative": lambda scale: -scale,
+    "infinite": lambda scale: scale / 0,
+    "meta": lambda scale: scale.to("meta"),
+    "sparse": lambda scale: scale.to_sparse(),
+    "no tensor": lambda scale: 1.0,
+}
+
+
+@pytest.mark.parametrize("key", ["exp_avg_scale", "exp_avg_sq_scale"])
+@pytest.mark.parametrize("bad", SCALES.values(), ids=SCALES)
+def test_a_checkpoint_with_bad_scales_is_refused(bad, key):
+    optimizer = trained(FusedAdam, INT8)
+    saved, before = optimizer.state_dict(compact=True), copy.deepcopy(optimizer.state_dict()["state"])
+    saved["state"][2][key] = bad(saved["state"][2][key])
+    with pytest.raises(ValueError, match=rf"^FusedAdam\.load_state_dict: {key} of .*\[2\] must be (fp32|finite)"):
+        optimizer.load_state_dict(saved)
+    torch.testing.assert_close(optimizer.state_dict()["state"], before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("key", ["exp_avg_scale", "exp_avg_codes", "step"])
+@pytest.mark.parametrize("bad", ["meta", "sparse"])
+def test_a_step_with_states_without_memory_is_refused(bad, key):
+    optimizer = trained(FusedAdam, INT8)
+    p = params_of(optimizer)[2]
+    optimizer.state[p][key] = wrong = SCALES[bad](optimizer.state[p][key])
+    before = [q.detach().clone() for q in params_of(optimizer)]
+    with pytest.raises(ValueError, match=rf"^FusedAdam: {key} of .*\[2\] must be "):
+        train(optimizer, 3, 1)
+    assert optimizer.state[p][key] is wrong and all(map(torch.equal, params_of(optimizer), before))
 
 
 @lean

@@ -191,7 +191,7 @@ class Mixed(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.low = torch.nn.Parameter(torch.linspace(0, 1, 7).bfloat16())
-        self.wide = torch.nn.Parameter(torch.linspace(0, 1, 7).double())
+        self.wide = torch.nn.Parameter(torch.linspace(0, 1, 7).double(), requires_grad=False)
         self.complex_ = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
         self.integer_ = torch.nn.Parameter(torch.arange(3), requires_grad=False)
         self.float8_ = torch.nn.Parameter(torch.ones(3).to(torch.float8_e4m3fn), requires_grad=False)
