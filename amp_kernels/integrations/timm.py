@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from ..grad_scaler import GradScaler
 from ..optim import ema_
 from ..optim._base import FusedOptimizer
-from ._names import OPTIMIZERS, with_dtypes
+from ._names import OPTIMIZERS
 
 __all__ = ["ModelEma", "NativeScaler"]
 
@@ -185,10 +185,6 @@ def _follow(average: Tensor, value: Tensor, decay: float) -> None:
         average.copy_(value)
 
 
-def _create(optimizer: type[torch.optim.Optimizer], params: Any, **options: Any) -> torch.optim.Optimizer:
-    return optimizer(params, **with_dtypes(optimizer.__name__, options))
-
-
 def _accept_underscore(create: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
     """Wraps the registry's `create_optimizer`, so that ``fused_adamw`` is ``fused-adamw``.
 
@@ -209,7 +205,7 @@ def _register() -> None:
         info = dataclasses.replace(
             get_optimizer_info(theirs),
             name=f"fused-{theirs}",
-            opt_class=functools.partial(_create, OPTIMIZERS[ours]),
+            opt_class=OPTIMIZERS[ours],
             description=f"amp_kernels.optim.{OPTIMIZERS[ours].__name__}, with fp32 masters of 16-bit weights",
         )
         default_registry.register(info)

@@ -16,7 +16,7 @@ from transformers.training_args import OptimizerNames
 
 from ..optim import FusedAdamW, FusedRMSprop, FusedSGD, fp32_state_dict, load_fp32_state_dict
 from ..optim._base import FusedOptimizer
-from ._names import with_dtypes
+from ..optim._options import check_state_dtype
 from .accelerate import FusedAcceleratedOptimizer, accelerated, fused_scaler
 
 __all__ = ["FusedTrainer"]
@@ -259,12 +259,14 @@ def _parse(family: type[FusedOptimizer], text: str | None) -> dict[str, Any]:
                 f"FusedTrainer: optim_args must be 'name=value, name=value' with names from {', '.join(known)} for "
                 f"{family.__name__}, got {item!r}{remedy}"
             )
-        options[name] = value if name == "state_dtype" else _value(name, value, defaults[name])
-    return with_dtypes("FusedTrainer", options)
+        options[name] = _value(name, value, defaults[name])
+    return options
 
 
-def _value(name: str, text: str, default: Any) -> bool | float:
-    """Returns the value of an option whose default is a bool or a number."""
+def _value(name: str, text: str, default: Any) -> bool | float | torch.dtype:
+    """Returns the value of an option whose default is a bool, a number or a dtype."""
+    if isinstance(default, torch.dtype):
+        return check_state_dtype("FusedTrainer", text)
     if isinstance(default, bool):
         if text.lower() in ("true", "false"):
             return text.lower() == "true"

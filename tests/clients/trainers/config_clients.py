@@ -27,11 +27,14 @@ eps: 0.1
 weight_decay: 0.1
 max_grad_norm: 0.1
 """
-INT8 = """
+INT8 = (
+    """
 state_dtype:
   _target_: hydra.utils.get_object
   path: torch.int8
-"""
+""",
+    "state_dtype: int8",
+)
 
 
 def by_component(config: Mapping[str, Any], *args: Any) -> Any:
@@ -128,9 +131,10 @@ def test_skips() -> None:
     assert (int(scaler.skipped_steps), scaler.get_scale()) == (1, 512.0)
 
 
-def test_state_dtype() -> None:
+@pytest.mark.parametrize("yaml", INT8, ids=["object", "text"])
+def test_state_dtype(yaml: str) -> None:
     params = list(classifier().parameters())
-    optimizer = instantiated(params, INT8)
+    optimizer = instantiated(params, yaml)
     assert [group["state_dtype"] for group in optimizer.param_groups] == [torch.int8]
     wanted = FusedAdamW(params, state_dtype=torch.int8).param_groups[0].keys()
     assert optimizer.param_groups[0].keys() == wanted

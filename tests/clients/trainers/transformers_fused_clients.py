@@ -331,7 +331,7 @@ def test_names_and_options(tmp_path: Path, optim: str, text: str | None, family:
         ("sgd", "momentum=-1", r"momentum"),
         ("sgd", "weight_decay=0.1", r"set weight_decay of TrainingArguments"),
         ("adamw_torch", "eps=0.1", r"set adam_epsilon of TrainingArguments"),
-        ("adamw_torch", "state_dtype=int4", r"FusedTrainer: state_dtype must be one of float32, .*, got 'int4'"),
+        ("adamw_torch", "state_dtype=int4", r"FusedTrainer: state_dtype must be torch.float32, .*, got 'int4'"),
     ],
 )  # fmt: skip
 def test_bad_options_are_refused(tmp_path: Path, optim: str, text: str | None, message: str) -> None:
