@@ -572,21 +572,14 @@ class FusedOptimizer(WithCheckpoints):
             check_options(name, param_group)
         with restored([param_group] if is_group else []):
             super().add_param_group(param_group)
-            try:
-                self._refuse_fp64(len(self.param_groups) - 1)
-            except TypeError:
+            group = self.param_groups[-1]
+            # Parameters of other dtypes that kernels cannot update are refused once they have a gradient.
+            wide = next((p for p in group["params"] if p.dtype is torch.float64 and p.requires_grad), None)
+            if wide is not None:
+                parameter = next(name for name, _, p in self._named_parameters() if p is wide)
                 self.param_groups.pop()
-                raise
-            self.param_groups[-1].update(own)
-
-    def _refuse_fp64(self, group: int) -> None:
-        """Raises TypeError if the group has fp64 parameters that require a gradient.
-
-        Parameters of other dtypes that kernels cannot update are refused once they have a gradient.
-        """
-        for name, index, param in self._named_parameters():
-            if index == group and param.dtype is torch.float64 and param.requires_grad:
-                check_parameter(type(self).__name__, name, param)
+                check_parameter(name, parameter, wide)
+            group.update(own)
 
 
 _OUR_STEP = inspect.unwrap(FusedOptimizer.__dict__["step"])

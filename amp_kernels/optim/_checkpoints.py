@@ -117,7 +117,7 @@ class WithCheckpoints(WithState):
         """Returns the entry `step`, and None for the states to leave out.
 
         A new optimizer has the same states as a parameter that was not updated yet, unless other code has written them.
-        Ranks must agree on the entries of a DTensor, so its states stay.
+        The values of a DTensor are not looked at, because ranks must agree on its entries.
         """
         keys = self._keys - {"remainder", "master"}
         if keys.isdisjoint(state):
@@ -127,7 +127,7 @@ class WithCheckpoints(WithState):
             return {"step": step}
         unread = {} if self._set_at_first_step is None else dict.fromkeys(keys_of(self._set_at_first_step))
         values = [value for key in keys - unread.keys() - {"step"} if isinstance(value := state.get(key), Tensor)]
-        is_written = any(isinstance(value, DTensor) or bool(value.any()) for value in values)
+        is_written = any(isinstance(v, DTensor) or not has_memory(v) or bool(v.any()) for v in values)
         return {"step": step, **unread} if is_written else dict.fromkeys(keys)
 
     def _refuse_codes_of_shards(self) -> None:
@@ -183,6 +183,7 @@ class WithCheckpoints(WithState):
             ValueError: The state dict belongs to another optimizer, or a later release saved it. Or a state is not a
                 floating-point tensor, or has another shape than its parameter. Or a state, a master or a step is
                 missing or invalid. Nothing was modified.
+            TypeError: An option in the state dict has a wrong type. Nothing was modified.
 
         Examples:
             >>> weight = torch.nn.Parameter(torch.ones(2))

@@ -317,8 +317,9 @@ def why_not_codes(stored: Stored, param: Tensor, state: Mapping[str, Any]) -> st
         return f"{codes_key(stored.name)} of {{}} must have {expected}, got {tuple(codes.shape)}"
     groups = (groups_of(local(codes).numel()),)
     if not holds_scales(scale, local(codes).numel()):
-        is_reshaped = isinstance(scale, Tensor) and scale.shape != groups
-        got = f"{tuple(scale.shape)} of {scale.dtype}" if is_reshaped else kind(scale)
+        got = kind(scale)
+        if isinstance(scale, Tensor) and scale.shape != groups:
+            got = f"{tuple(scale.shape)} of {scale.dtype}"
         return f"{scale_key(stored.name)} of {{}} must be fp32 of shape {groups}, got {got}"
     return None
 

@@ -56,7 +56,8 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):  # type: ignore[override]
 
     Raises:
         ValueError: An argument is out of its range.
-        TypeError: At the first step, if a parameter is not fp32, fp16 or bf16.
+        TypeError: An argument has a wrong type, or a parameter that requires a gradient is fp64. At the first step, if
+            a parameter with a gradient is not fp32, fp16 or bf16.
         RuntimeError: At the first step, if parameters share memory, or if `max_grad_norm` is set and a rank has only a
             part of the gradients (DTensor, FSDP1, ZeroRedundancyOptimizer).
 
