@@ -549,6 +549,46 @@ class Training:
             write(state["step"], torch.full_like(state["step"], steps), how)
         self.theirs.state[q]["step"].fill_(steps)
 
+    def reset(self, i: int, how: str) -> None:
+        """A new start of the states: by the documented way, which keeps the master, or by deleting everything."""
+        everyone = range(len(self.params))
+        for j in everyone if how == "clear" else [i % len(self.params)]:
+            p, q = self.params[j], self.copies[j]
+            if how == "documented":
+                state = self.ours.state.get(p, {})
+                for key in state.keys() - {"remainder", *FOREIGN}:
+                    del state[key]
+            else:
+                self.foreign[j] = {}
+                if p.dtype is not torch.float32:  # the weight becomes the master
+                    q.data.copy_(p)
+            self.theirs.state.pop(q, None)
+        if how == "clear":
+            self.ours.state.clear()
+        elif how == "delete":
+            self.ours.state.pop(self.params[i % len(self.params)], None)
+
+    def write_early(self, i: int) -> None:
+        """A state of a parameter that was not updated yet."""
+        p, q = self.params[i % len(self.params)], self.copies[i % len(self.params)]
+        group = next(group for group in self.ours.param_groups if any(p is other for other in group["params"]))
+        names = [name for name in self.ours._state_names(group) if name is not None]
+        step = self.ours.state.get(p, {}).get("step")
+        if not (p.requires_grad and names) or (step is not None and (not self.is_counted or int(step) > 0)):
+            return
+        if self.is_counted:  # torch's SGD has its buffer alone
+            self.ours.init_state()
+            self.theirs.state[q] = {"step": torch.tensor(0.0), **{name: torch.zeros_like(q) for name in names}}
+        value = self._values(p.shape).abs()
+        self.ours.state[p][names[0]] = torch.empty_like(p, dtype=torch.float32, requires_grad=False).copy_(value)
+        self.theirs.state[q][names[0]] = value.to("cpu", torch.float64)
+
+    def new_scale(self, value: float) -> None:
+        if self.scaler is not None:
+            self.scaler.scale(torch.zeros((), device=self.device))
+            self.scaler.update(value)
+            self.scale = value
+
     def attach(self, i: int, key: str) -> None:
         """Adds a key of another library to the state, as Lookahead's slow weights. torch casts floats on loading."""
         i %= len(self.params)
@@ -687,7 +727,7 @@ class Training:
     def refused(self, k: int, how: str) -> None:
         """A checkpoint with a fault in it."""
         state = copy.deepcopy(self.ours.state_dict())
-        counted = [entry for entry in state["state"].values() if "step" in entry]
+        counted = [entry for entry in state["state"].values() if entry.get("step")]
         if not counted:
             return
         entry = counted[k % len(counted)]
@@ -826,6 +866,9 @@ OTHER = st.one_of(
     st.tuples(st.just("new_state"), st.integers(0, 11), choices("data", "share", "set", "swap")),
     st.tuples(st.just("new_state"), st.integers(0, 11), choices("entry", "dict", "halve", *DOORS)),
     st.tuples(st.just("count"), SMALL, choices(1, 7, 100), choices("int", "float", "in place", *DOORS)),
+    st.tuples(st.just("reset"), SMALL, choices("documented", "documented", "delete", "clear")),
+    st.tuples(st.just("write_early"), SMALL),
+    st.tuples(st.just("new_scale"), choices(2.0**5, 2.0**8, 2.0**12)),
     st.tuples(st.just("attach"), SMALL, choices(*FOREIGN)),
     st.tuples(st.just("cast_around"), st.lists(choices("state_dict", "master", "save"), min_size=1, max_size=2)),
     st.tuples(st.just("refused"), SMALL, choices("missing", "missing", "family", *BAD_STEPS, *BAD_STATES)),
