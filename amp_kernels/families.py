@@ -33,7 +33,8 @@ class Family(NamedTuple):
 
     Attributes:
         name: Name of the formula.
-        option: An option that no other optimizer of torch has. It tells whether a checkpoint belongs to this family.
+        options: Options that no other optimizer of torch has together. They tell whether a checkpoint belongs to this
+            family.
         states: Names of the states, in the order of their rows in the kernels' table (csrc/table.h).
         codes: How each state is stored in 8 bits. None for a state that is always fp32; it is the last one.
         optional: How many states are optional. They are the last ones in `states`. The options of the optimizer decide
@@ -45,7 +46,7 @@ class Family(NamedTuple):
     """
 
     name: str
-    option: str
+    options: tuple[str, ...]
     states: tuple[str, ...]
     codes: tuple[Code | None, ...]
     optional: int
@@ -113,7 +114,7 @@ def _sgd(
     )  # fmt: skip
 
 
-SGD = Family("sgd", "dampening", ("momentum_buffer",), (MOMENTUM,), 1, SgdHyper, _sgd)
+SGD = Family("sgd", ("dampening",), ("momentum_buffer",), (MOMENTUM,), 1, SgdHyper, _sgd)
 
 
 # ------------------------------------------------------------------------------------------------------------ RMSprop
@@ -158,7 +159,7 @@ def _rmsprop(
 
 
 RMSPROP = Family(
-    "rmsprop", "centered", ("square_avg", "momentum_buffer", "grad_avg"), (SECOND_MOMENT, MOMENTUM, None), 2,
+    "rmsprop", ("alpha", "momentum"), ("square_avg", "momentum_buffer", "grad_avg"), (SECOND_MOMENT, MOMENTUM, None), 2,
     RmspropHyper, _rmsprop,
 )  # fmt: skip
 
@@ -206,7 +207,8 @@ def _adam(
 
 
 ADAM = Family(
-    "adam", "amsgrad", ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), (MOMENTUM, SECOND_MOMENT, None), 1, AdamHyper, _adam
-)
+    "adam", ("amsgrad",), ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), (MOMENTUM, SECOND_MOMENT, None), 1, AdamHyper,
+    _adam,
+)  # fmt: skip
 
 FAMILIES = {family.name: family for family in (SGD, RMSPROP, ADAM)}

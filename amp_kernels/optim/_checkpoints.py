@@ -258,12 +258,13 @@ class WithCheckpoints(WithState):
                 self._load_entry(name, param, self.param_groups[index], saved[position])
 
     def _check_family(self, group: dict[str, Any]) -> None:
-        if self._family.option not in group:
-            others = [family.name for family in FAMILIES.values() if family.option in group]
-            other = others[0] if others else _optimizer_of(group)
+        found = [family.name for family in FAMILIES.values() if group.keys() >= set(family.options)]
+        if self._family.name not in found:
+            other = found[0] if found else _optimizer_of(group)
             raise ValueError(
                 f"{type(self).__name__}.load_state_dict: the state dict must be from {self._family.name}, got one from "
-                f"{other} (its groups lack the option {self._family.option!r}); load it into an optimizer of that kind"
+                f"{other} (its groups lack the option {' or '.join(self._family.options)}); load it into an optimizer "
+                "of that kind"
             )
 
     def _check_entry(self, what: str, param: Tensor, group: dict[str, Any], entry: dict[str, Any]) -> None:

@@ -264,8 +264,8 @@ class WithState(torch.optim.Optimizer):
             )
         if state.shape != param.shape:
             raise RuntimeError(
-                f"{type(self).__name__}: {name} must keep its shape {tuple(state.shape)}, as {key} has it, got "
-                f"{tuple(param.shape)}; {remedy}"
+                f"{type(self).__name__}: {name} must keep its shape {tuple(state.shape)}, got {tuple(param.shape)}; "
+                f"{remedy}"
             )
 
     def _drop_unset_states(self) -> None:

@@ -585,7 +585,7 @@ def test_a_remainder_of_another_shape_and_as_many_elements_is_refused():
     for wrong, error in ((good.view(3, 2), RuntimeError), (good.view(6), RuntimeError), ([0] * 6, TypeError)):
         state["remainder"] = wrong
         weight = p.detach().clone()
-        with pytest.raises(error, match=r"remainder.*delete 'remainder', and the weight is its master"):
+        with pytest.raises(error, match=r"; delete 'remainder', and the weight is its master"):
             step(optimizer)
         assert state["remainder"] is wrong and torch.equal(p, weight)
     state["remainder"] = good
