@@ -245,10 +245,10 @@ def _keep_memory() -> None:
 
 
 def results_folder(device: torch.device, is_quick: bool = False, suffix: str = "") -> Path:
-    """Of a machine: in a clone among the committed ones, else in the current directory.
+    """Returns the folder of a machine's results: in a clone among the committed ones, else in the current directory.
 
-    The results of a quick run would take the place of the committed ones. They get a new folder, since others can write
-    into the machine's temporary folder.
+    A quick run would replace the committed results. It gets a new folder under the machine's temporary folder, where
+    other users cannot write.
     """
     parent = RESULTS if RESULTS.is_dir() else Path("amp_kernels-bench")
     parent = Path(tempfile.mkdtemp(prefix="amp_kernels-")) if is_quick else parent

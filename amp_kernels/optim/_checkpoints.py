@@ -245,9 +245,10 @@ class WithCheckpoints(WithState):
     def _load_entries(self, saved: dict[int, dict[str, Any]], before: dict[Any, Any], is_whole: bool) -> None:
         """Loads the saved entries. `saved` has them by the positions of their parameters.
 
-        A parameter without a saved master keeps the one in `before`, for example one that `load_fp32_state_dict` has
-        loaded. There is one exception. `is_whole` says that the state dict has all entries that this class saved. If
-        it then has masters, or no entries, the other parameters had no state yet, and their weights become the masters.
+        A parameter without a saved master keeps its master in `before`, for example one that `load_fp32_state_dict` has
+        loaded. There is one exception: `is_whole` says that the state dict has all entries that this class saved. If
+        such a state dict has masters, or no entries, the other parameters had no state yet when it was saved. Their
+        weights become the masters.
         """
         has_masters = any("master" in entry for entry in saved.values())
         keeps_masters = not (is_whole and (has_masters or not saved))
@@ -397,7 +398,7 @@ def _lacks_bits(param: Tensor, master: Tensor | None) -> bool:
 
 
 def _optimizer_of(group: dict[str, Any]) -> str:
-    """Returns the name of torch's optimizer whose options a saved group has. Of several, returns the largest."""
+    """Returns the name of torch's optimizer whose options a saved group has. If several fit, the largest one wins."""
     kinds = {
         name: inspect.signature(kind).parameters.keys() - {"params"}
         for name, kind in vars(torch.optim).items()

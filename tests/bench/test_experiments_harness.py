@@ -100,7 +100,7 @@ def test_a_csv_with_other_columns_is_refused(tmp_path):
 
 
 def test_each_quick_run_has_a_folder_of_its_own(tmp_path, monkeypatch, capsys):
-    """What others left in the machine's temporary folder, under whatever name, is neither read nor written."""
+    """Files in the machine's temporary folder that others left there are neither read nor written."""
     main, fake = importlib.import_module(f"{PACKAGE}.__main__"), Fake()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(main, "NAMES", ("fake",))

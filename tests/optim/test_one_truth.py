@@ -577,7 +577,7 @@ def test_a_remainder_alone_is_dropped_with_its_shape():
 
 
 def test_a_remainder_of_another_shape_and_as_many_elements_is_refused():
-    """It is not that of a pruned parameter. Dropping it would move the master."""
+    """A pruned parameter has fewer elements. Dropping the remainder of any other one would move its master."""
     p = leaf(2, 3, dtype=torch.bfloat16)
     optimizer = FusedSGD([p], lr=0.1)
     step(optimizer)
