@@ -279,8 +279,8 @@ def fake_quantize_int8(
     """Quantize a tensor to int8 codes and dequantize it again, with straight-through gradients.
 
     The result is `quantize_int8(x, ...).dequantize(x.dtype)` in one pass, for quantization-aware training. The gradient
-    passes through unchanged where the code needed no clamping, and is 0 elsewhere (Bengio et al. 2013; Jacob et al.
-    2018). The backward pass computes the codes again from `x`, so no mask is kept.
+    passes through unchanged. If `scale` is given, it is 0 where the code had to be clamped (Bengio et al. 2013; Jacob
+    et al. 2018). The backward pass then computes the codes again from `x`, so no mask is kept.
 
     The result differs from `quantize_int8(x, ...).dequantize(x.dtype)` in one case. If `scale` is given,
     `quantize_int8` gives NaN the same code as 0, but here NaN stays NaN.
@@ -316,10 +316,9 @@ def fake_quantize_int8(
     # returns a derivative of 0. So a sum of two terms is returned. The first term is the operator's result, without a
     # derivative. The value of the second term is 0. Torch's operators compute this term from `x`, so it has a
     # derivative: the one that the autograd function returns outside of transforms and forward mode.
-    values, *own = call(ops.fake_quantize_int8, x.detach(), scale, zero_point, dims, block_size, symmetric)
-    if scale is None:
-        scale, zero_point = own[0], None if symmetric else own[1]
-    return values + ops.straight_through(x - x.detach(), x, scale, zero_point, block_size)
+    values = call(ops.fake_quantize_int8, x.detach(), scale, zero_point, dims, block_size, symmetric)[0]
+    zeros = x - x.detach()
+    return values + (zeros if scale is None else ops.straight_through(zeros, x, scale, zero_point, block_size))
 
 
 def int8_matmul(

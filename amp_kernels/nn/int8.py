@@ -724,6 +724,7 @@ def w8a8(
     scale: Tensor | None,
     zero_point: Tensor | None,
     out_dtype: torch.dtype,
+    clamps: bool = True,
 ) -> Tensor:
     """Multiply the codes of `x` [M, K] and `weight` [N, K] (``int8_matmul``), with straight-through gradients.
 
@@ -732,10 +733,13 @@ def w8a8(
         weight_scale: Scale of the codes. Floats are quantized by it too. If it is None, each row of floats is quantized
             by its own range.
         scale, zero_point: For `x`, one element each. If they are None, each row of `x` is quantized by its own range.
+        clamps: Whether values of `x` may lie outside the range of the given scale. They get the gradient 0. If it is
+            False or no scale is given, the gradient does not depend on rounding: the backward pass may see an `x` that
+            `int8_saved_activations` has rounded up to the end of its range or past it.
     """
     if torch_private.is_transformed():
         return _w8a8_by_torch(x, weight, weight_scale, bias, scale, zero_point, out_dtype)
-    return _W8A8.apply(x, weight, weight_scale, bias, scale, zero_point, out_dtype)
+    return _W8A8.apply(x, weight, weight_scale, bias, scale, zero_point, out_dtype, clamps and scale is not None)
 
 
 _ROW = (-1,)
@@ -821,11 +825,12 @@ class _W8A8(torch.autograd.Function):
         scale: Tensor | None,
         zero_point: Tensor | None,
         out_dtype: torch.dtype,
+        clamps: bool,
     ) -> Tensor:
         # `x` and the weight are saved, as by nn.Linear. The codes that are computed from them are not saved. The
         # backward pass computes these codes again.
         ctx.save_for_backward(x, weight, weight_scale, scale, zero_point)
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.bias_dtype, ctx.clamps = None if bias is None else bias.dtype, clamps
         codes = quantized_weight(weight, weight_scale).t()
         bias = None if bias is None else bias.float()
         return int8_matmul(codes_of(x, scale, zero_point), codes, bias=bias, out_dtype=out_dtype)
@@ -840,14 +845,15 @@ class _W8A8(torch.autograd.Function):
         inputs, codes = codes_of(x, scale, zero_point), quantized_weight(weight, weight_scale)
         if needs_x:
             grad_x = times_codes(grad, codes).to(x.dtype)
-            grad_x = ops.straight_through_int8(grad_x, x, inputs.scale, inputs.zero_point, None)
+            if ctx.clamps:
+                grad_x = ops.straight_through_int8(grad_x, x, scale, zero_point, None)
         if needs_weight:
             # Unlike `grad_x`, this gradient needs no mask that sets it to 0 for clamped values. The codes of a weight
             # are symmetric and made by its own range, so none of them was clamped.
             grad_weight = (grad.t() @ inputs.dequantize(grad.dtype)).to(weight.dtype)
         if needs_bias:
             grad_bias = grad.sum(0).to(ctx.bias_dtype)
-        return grad_x, grad_weight, None, grad_bias, None, None, None
+        return grad_x, grad_weight, None, grad_bias, None, None, None, None
 
 
 def _w8a8_by_torch(
@@ -871,12 +877,11 @@ def _w8a8_backward_by_torch(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]
     needs_x, needs_weight, _, needs_bias, *_ = ctx.needs_input_grad
     grad_x = grad_weight = None
     if needs_x:
-        codes = codes_of(x.detach(), scale, zero_point)
         grad_x = (grad.float() @ fake_weight(weight, weight_scale)).to(x.dtype)
-        grad_x = ops.straight_through(grad_x, x, codes.scale, codes.zero_point)
+        grad_x = ops.straight_through(grad_x, x, scale, zero_point) if ctx.clamps else grad_x
     if needs_weight:
         grad_weight = (grad.float().t() @ fake_inputs(x, scale, zero_point)).to(weight.dtype)
-    return grad_x, grad_weight, None, grad.sum(0).to(ctx.bias_dtype) if needs_bias else None, None, None, None
+    return grad_x, grad_weight, None, grad.sum(0).to(ctx.bias_dtype) if needs_bias else None, None, None, None, None
 
 
 def fake_inputs(x: Tensor, scale: Tensor | None, zero_point: Tensor | None, dim: tuple[int, ...] = _ROW) -> Tensor:

@@ -623,6 +623,7 @@ def w8a8_conv(
     zero_point: Tensor | None,
     steps: Steps,
     out_dtype: torch.dtype,
+    clamps: bool = True,
 ) -> Tensor:
     """Convolve the codes of `x` [B, H, W, C] (``int8_conv2d``), with straight-through gradients.
 
@@ -631,9 +632,12 @@ def w8a8_conv(
         weight_scale: Scale of the codes. None if `weight` is floats.
         scale, zero_point: For `x`, one element each. If they are None, each image is quantized by its own range.
         steps: stride, padding and dilation.
+        clamps: As in `w8a8`.
     """
     arguments = x, weight, weight_scale, bias, scale, zero_point, steps, out_dtype
-    return _by_torch(*arguments) if torch_private.is_transformed() else _W8A8Conv.apply(*arguments)
+    if torch_private.is_transformed():
+        return _by_torch(*arguments)
+    return _W8A8Conv.apply(*arguments, clamps and scale is not None)
 
 
 def _by_torch(
@@ -642,21 +646,33 @@ def _by_torch(
 ) -> Tensor:  # fmt: skip
     """Compute `w8a8_conv` as a convolution of dequantized fp32 values, with operators that work in transforms."""
     with torch.autocast(x.device.type, enabled=False):
-        bias = None if bias is None else bias.float()
-        return convolve(fake_inputs(x, scale, zero_point, _IMAGE), fake_weight(weight, weight_scale), bias, steps).to(
-            out_dtype
-        )
+        bias, taps = None if bias is None else bias.float(), fake_weight(weight, weight_scale)
+        images, steps = _pixels_of_a_stride(fake_inputs(x, scale, zero_point, _IMAGE), taps, steps)
+        return convolve(images, taps, bias, steps).to(out_dtype)
+
+
+def _pixels_of_a_stride(images: Tensor, taps: Tensor, steps: Steps) -> tuple[Tensor, Steps]:
+    """Return images with only those pixels that a kernel of one pixel reads, and steps with a stride of 1.
+
+    For a larger kernel or with padding, return both as they are. oneDNN, which torch calls, writes past the end of its
+    memory when it computes the gradient of such a kernel, if there is a stride, fewer than 16 input channels and
+    channels_last images (uxlfoundation/oneDNN#6035, seen in torch 2.13). So torch gets no such stride.
+    """
+    height, width = steps["stride"]
+    if (height, width) == (1, 1) or tuple(taps.shape[1:3]) != (1, 1) or any(steps["padding"]):
+        return images, steps
+    return images[:, ::height, ::width], {**steps, "stride": (1, 1)}
 
 
 class _W8A8Conv(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, weight_scale: Tensor | None, bias: Tensor | None, scale: Tensor | None,
-        zero_point: Tensor | None, steps: Steps, out_dtype: torch.dtype,
+        zero_point: Tensor | None, steps: Steps, out_dtype: torch.dtype, clamps: bool,
     ) -> Tensor:  # fmt: skip
         # As in `_W8A8` for linear layers, `x` and the weight are saved, and the backward pass computes codes again.
         ctx.save_for_backward(x, weight, weight_scale, scale, zero_point)
-        ctx.bias_dtype, ctx.steps = None if bias is None else bias.dtype, steps
+        ctx.bias_dtype, ctx.steps, ctx.clamps = None if bias is None else bias.dtype, steps, clamps
         return int8_conv2d(
             codes_of(x, scale, zero_point, _IMAGE), quantized_weight(weight, weight_scale),
             bias=None if bias is None else bias.float(), out_dtype=out_dtype, **steps,
@@ -669,24 +685,27 @@ class _W8A8Conv(torch.autograd.Function):
         grad_x: Any = None
         grad_weight: Any = None
         if needs_x or needs_weight:
-            codes = codes_of(x.detach(), scale, zero_point, _IMAGE)
             if torch.is_grad_enabled():  # this gradient will be differentiated
                 inputs, taps = fake_inputs(x, scale, zero_point, _IMAGE), fake_weight(weight, weight_scale)
             else:
-                inputs, taps = (
-                    codes.dequantize(grad.dtype),
-                    quantized_weight(weight, weight_scale).dequantize(grad.dtype),
-                )
-            stride, padding, dilation = (list(ctx.steps[name]) for name in ("stride", "padding", "dilation"))
-            nchw = (t.permute(0, 3, 1, 2) for t in (grad.to(inputs.dtype), inputs, taps))
+                inputs = codes_of(x, scale, zero_point, _IMAGE).dequantize(grad.dtype)
+                taps = quantized_weight(weight, weight_scale).dequantize(grad.dtype)
+            images, steps = _pixels_of_a_stride(inputs, taps, ctx.steps)
+            stride, padding, dilation = (list(steps[name]) for name in ("stride", "padding", "dilation"))
+            nchw = (t.permute(0, 3, 1, 2) for t in (grad.to(inputs.dtype), images, taps))
             grad_x, grad_weight, _ = torch.ops.aten.convolution_backward(
                 *nchw, None, stride, padding, dilation, False, [0, 0], 1, [needs_x, needs_weight, False]
             )
         if needs_x:
             grad_x = grad_x.permute(0, 2, 3, 1).to(x.dtype)
-            straight = ops.straight_through if torch.is_grad_enabled() else ops.straight_through_int8
-            grad_x = straight(grad_x, x, codes.scale, codes.zero_point, None)
+            if images is not inputs:
+                of_pixels, grad_x = grad_x, torch.zeros_like(x)
+                height, width = ctx.steps["stride"]
+                grad_x[:, ::height, ::width] = of_pixels
+            if ctx.clamps:
+                straight = ops.straight_through if torch.is_grad_enabled() else ops.straight_through_int8
+                grad_x = straight(grad_x, x, scale, zero_point, None)
         if needs_weight:  # as in `_W8A8`, no code of a weight was clamped
             grad_weight = grad_weight.permute(0, 2, 3, 1).to(weight.dtype)
         grad_bias = grad.sum((0, 1, 2)).to(ctx.bias_dtype) if needs_bias else None
-        return grad_x, grad_weight, None, grad_bias, None, None, None, None
+        return grad_x, grad_weight, None, grad_bias, None, None, None, None, None

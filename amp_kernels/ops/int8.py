@@ -780,18 +780,18 @@ def straight_through(
 
 
 def _save_for_straight_through(ctx: Any, inputs: tuple[Any, ...], output: Quantized) -> None:
-    x, scale, zero_point, _, ctx.block_size, symmetric = inputs
-    _, own_scale, own_zero_point = output
-    ctx.mark_non_differentiable(own_scale, own_zero_point)
-    if scale is None:
-        scale, zero_point = own_scale, None if symmetric else own_zero_point
-    ctx.save_for_backward(x, scale, zero_point)
+    x, scale, zero_point, _, ctx.block_size, _ = inputs
+    ctx.mark_non_differentiable(*output[1:])
+    if scale is not None:
+        ctx.save_for_backward(x, scale, zero_point)
 
 
 def _fake_quantize_backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    x, scale, zero_point = ctx.saved_tensors
-    compute = straight_through if torch.is_grad_enabled() else straight_through_int8
-    return compute(grad, x, scale, zero_point, ctx.block_size), *([None] * 5)
+    if ctx.saved_tensors:
+        compute = straight_through if torch.is_grad_enabled() else straight_through_int8
+        x, scale, zero_point = ctx.saved_tensors
+        grad = compute(grad, x, scale, zero_point, ctx.block_size)
+    return grad, *([None] * 5)  # without a given scale the range is that of x, and no value is outside
 
 
 torch.library.register_autograd(

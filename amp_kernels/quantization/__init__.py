@@ -568,7 +568,7 @@ class QATLinear(_PreparedLinear):
         check_is_not_nested("QATLinear", x)
         rows = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
         weight, bias = matrix(self)[outputs], None if self.bias is None else self.bias[outputs]
-        result = w8a8(rows, weight, None, bias, *self._affine_of(rows), compute_dtype(x))
+        result = w8a8(rows, weight, None, bias, *self._affine_of(rows), compute_dtype(x), not self.training)
         return result.reshape(*x.shape[:-1], weight.shape[0])
 
 
@@ -614,7 +614,8 @@ class _QATConv(_PreparedConv):
         weight = weight.unsqueeze(1) if lines == 1 else weight
         scale, zero_point = self._affine_of(x)
         steps, dtype = steps_of(self), compute_dtype(x)
-        result = w8a8_conv(images_of(x, lines), weight, None, self.bias, scale, zero_point, steps, dtype)
+        images = images_of(x, lines)
+        result = w8a8_conv(images, weight, None, self.bias, scale, zero_point, steps, dtype, not self.training)
         return from_images(result, lines, x.dim())
 
 
@@ -625,7 +626,8 @@ class _QATConvTranspose(_QATConv):
         scale_of_x, zero_point = self._affine_of(x)
 
         def multiply(pixels: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-            return w8a8(pixels, weight, scale, bias, scale_of_x, zero_point, compute_dtype(pixels))
+            dtype = compute_dtype(pixels)
+            return w8a8(pixels, weight, scale, bias, scale_of_x, zero_point, dtype, not self.training)
 
         weight = by_outputs(self)
         dims = weight.dim() - 2

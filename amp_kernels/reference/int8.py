@@ -108,7 +108,7 @@ def fake_quantize_int8(
 def straight_through_int8(
     grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None = None, *, block_size: int | None = None
 ) -> Tensor:
-    """Return the gradient of `fake_quantize_int8`.
+    """Return the gradient of `fake_quantize_int8` for given scales.
 
     It is `grad` where the code was not clamped, and 0 elsewhere (Bengio et al. 2013).
 

@@ -197,6 +197,42 @@ def test_gradients_are_those_of_the_quantized_convolution(mode, name, device):
     torch.testing.assert_close(layer.bias.grad, grad.sum(dims), rtol=1e-5, atol=1e-5)
 
 
+STRIDED_PIXELS = {  # torch's gradients of the first two weights corrupt memory, if it gets the images as they are
+    "image": (lambda: nn.Conv2d(2, 3, 1, (2, 1)), (4, 2, 64, 65)),
+    "line": (lambda: nn.Conv1d(2, 3, 1, 2), (4, 2, 8000)),
+    "uneven": (lambda: nn.Conv2d(3, 2, 1, (3, 2)), (2, 3, 8, 7)),
+    "padded": (lambda: nn.Conv2d(3, 2, 1, 2, 1), (2, 3, 8, 7)),
+}
+
+
+@pytest.mark.parametrize("how", ["backward", "penalty", "torch.func"])
+@pytest.mark.parametrize("name", STRIDED_PIXELS)
+def test_gradients_of_a_kernel_of_one_pixel_with_a_stride(name, how, device):
+    make, shape = STRIDED_PIXELS[name]
+    torch.manual_seed(0)
+    original, x = make().to(device), randn(*shape).to(device)
+    layer = prepare_qat_(copy.deepcopy(original))
+
+    def by_torch(weight, x):
+        codes = amp_kernels.quantize_int8(weight.detach(), dim=list(range(1, weight.dim())))
+        weight = weight.double() + (codes.dequantize() - weight.detach()).double()
+        values = amp_kernels.quantize_int8(x.detach(), dim=list(range(1, x.dim())), symmetric=False).dequantize()
+        return convolved(layer, original, x.double() + (values - x.detach()).double(), weight, None)
+
+    def ours(weight, x):
+        return torch.func.functional_call(layer, {"weight": weight}, (x,)) - layer.bias.view(-1, *[1] * (x.dim() - 2))
+
+    def gradients(function):
+        if how == "torch.func":
+            return torch.func.grad(lambda w, x: function(w, x).pow(3).sum(), (0, 1))(original.weight.detach(), x)
+        weight, leaf = original.weight.detach().clone().requires_grad_(), x.clone().requires_grad_()
+        first = torch.autograd.grad(function(weight, leaf).pow(3).sum(), (weight, leaf), create_graph=how == "penalty")
+        return first if how == "backward" else torch.autograd.grad(sum(g.square().sum() for g in first), (weight, leaf))
+
+    for mine, wanted in zip(gradients(ours), gradients(by_torch), strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-4 * wanted.abs().max().item())
+
+
 @pytest.mark.parametrize("name", ["3x3", "up"])
 def test_second_derivatives_and_transforms(name, device):
     """The truth is torch's convolution of fake-quantized values."""

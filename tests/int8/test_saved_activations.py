@@ -10,7 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import amp_kernels
-from amp_kernels.quantization import int8_saved_activations
+from amp_kernels.quantization import int8_saved_activations, prepare_qat_
 from amp_kernels.testing import DTYPES, randn
 
 N = 4096  # elements of most activations here
@@ -384,3 +384,36 @@ def test_errors_are_sentences():
         int8_saved_activations(min_numel=-1)
     with pytest.raises(ValueError, match="rounding must be 'nearest' or 'stochastic', got 'up'"):
         int8_saved_activations(rounding="up")
+
+
+# ------------------------------------------------------------------------------------------------------------- with QAT
+QUANTIZED = {
+    "linear": (lambda: nn.Linear(8, 8), (512, 8)),
+    "conv": (lambda: nn.Conv2d(2, 8, 1), (256, 2, 2, 2)),
+    "up": (lambda: nn.ConvTranspose2d(8, 4, 2, 2), (64, 8, 2, 2)),
+}
+
+
+@pytest.mark.parametrize("mode", ["dynamic", "static"])
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_training_for_int8_cuts_no_gradient(name, mode, device):
+    """Rounding moves the ends of ranges. The codes then computed again must not set gradients to 0."""
+    make, shape = QUANTIZED[name]
+    torch.manual_seed(0)
+    layer = prepare_qat_(make().to(device), mode)
+    for seed in range(6):
+        x = activation(*shape, seed=seed, device=device)
+        (exact,) = torch.autograd.grad(layer(x).sum(), x, retain_graph=True)
+        with int8_saved_activations() as saved:
+            y = layer(x)
+        assert saved.nbytes > 0
+        assert torch.equal(torch.autograd.grad(y.sum(), x)[0], exact)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_fake_quantization_by_its_own_range_cuts_no_gradient(symmetric, device):
+    x = activation(512, 8, device=device)
+    with int8_saved_activations() as saved:
+        y = amp_kernels.fake_quantize_int8(x, dim=-1, symmetric=symmetric)
+    assert saved.nbytes == 0  # the gradient needs nothing of x
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], torch.ones_like(x))
