@@ -292,6 +292,9 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("baddbmm.dtype", TORCH_FN(baddbmm));
   m.impl("set_.source_Storage", TORCH_FN(set_whole_storage));
   m.impl("set_.source_Storage_storage_offset", TORCH_FN(set_storage));
+  // torch has one kernel of these for all devices, which looks for CUDA kernels by itself.
+  for (const char* name : {"convolution", "convolution_backward"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
 
 // csrc/ops takes these functions from libtorch_cuda, which is not there.
