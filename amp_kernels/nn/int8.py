@@ -109,7 +109,8 @@ class DequantizedWeight(Tensor):
     def of(codes: Int8Tensor, order: tuple[int, ...], dtype_of: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the weight for codes, with their dimensions permuted by `order`.
 
-        The weight is a wrapper without elements. If no wrapper can be made, it is an ordinary dequantized tensor.
+        The weight is a wrapper without elements. If no wrapper can be made, it is an ordinary dequantized tensor. Both
+        have attributes by which `layer.weight = weight` finds the codes.
         """
         oriented = _permuted(codes, order)
         self = None
@@ -119,7 +120,7 @@ class DequantizedWeight(Tensor):
         if not (torch.compiler.is_compiling() or torch_private.are_functorch_transforms_active()):
             self = torch_private.wrapper_tensor(DequantizedWeight, oriented.values, dtype)
         if self is None:
-            return oriented.dequantize(dtype)
+            self = oriented.dequantize(dtype)
         self.codes, self.dtype_of, self.order = codes, dtype_of, order
         return self
 
@@ -172,6 +173,11 @@ class DequantizedWeight(Tensor):
     @data.setter
     def data(self, value: object) -> None:
         raise _written("an assignment to its data")
+
+
+def _is_dtype(value: object) -> bool:
+    """Return whether a value is like the entry `weight` of an int8 layer in a state dict."""
+    return isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()
 
 
 def _permuted(codes: Int8Tensor, order: tuple[int, ...]) -> Int8Tensor:
@@ -230,9 +236,9 @@ class Int8Weight(FixedDtypes):
         scales = (shape[0], *[1] * (len(shape) - 1))
         self.register_buffer("weight_codes", torch.zeros(*shape, dtype=torch.int8, device=device))
         self.register_buffer("weight_scale", torch.ones(scales, dtype=torch.float32, device=device))
-        # The dtype is stored as the dtype of a tensor, since state dicts hold only tensors. Therefore
-        # `load_state_dict(assign=True)` loads the dtype too. Without `assign` the layer keeps its own dtype.
-        self.register_buffer("weight_dtype", torch.zeros((), dtype=dtype, device=device))
+        # The dtype is stored as the dtype of a tensor, since state dicts hold only tensors. accelerate looks for
+        # persistent buffers under their own names in a state dict. This one has another name there.
+        self.register_buffer("weight_dtype", torch.zeros((), dtype=dtype, device=device), persistent=False)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -284,10 +290,19 @@ class Int8Weight(FixedDtypes):
     def _codes(self) -> Int8Tensor:
         return Int8Tensor(self.weight_codes, self.weight_scale, None, tuple(range(1, self.weight_codes.dim())))
 
-    def _tie(self, weight: object) -> None:
-        """Share codes and dtype of the int8 layer that `weight` belongs to. Raise TypeError for any other value."""
+    def _tie(self, weight: Any) -> None:
+        """Share codes and dtype of the int8 layer that `weight` belongs to.
+
+        If `weight` is the entry of a state dict, take its dtype. Raise TypeError for any other value.
+        """
+        if _is_dtype(weight):
+            self.weight_dtype = weight
+            return
         shape = self.weight.shape
-        if not (isinstance(weight, DequantizedWeight) and (weight.shape, weight.order) == (shape, self._order)):
+        if not (
+            isinstance(getattr(weight, "codes", None), Int8Tensor)
+            and (weight.shape, weight.order) == (shape, self._order)
+        ):
             got = type(weight).__name__ + (f" of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else "")
             raise TypeError(
                 f"{type(self).__name__}: weight must be the weight of another int8 layer of shape "
@@ -305,18 +320,25 @@ class Int8Weight(FixedDtypes):
     # State dicts hold `weight_dtype` under the key `weight`. A float layer refuses this entry, since its shape differs.
     # Without the entry, a float layer that is loaded with strict=False would silently get no weight.
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        # The first entry, because `torch.func.functional_call` assigns entries in their order, and afterwards assigns
+        # what it read before each of them. So it reads and restores `layer.weight` before the codes are exchanged.
+        destination[f"{prefix}weight"] = self.weight_dtype if keep_vars else self.weight_dtype.detach()
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[f"{prefix}weight"] = destination.pop(f"{prefix}weight_dtype")
 
     def _load_from_state_dict(
         self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: list[str], *others: list[str]
     ) -> None:
-        saved, own = f"{prefix}weight", f"{prefix}weight_dtype"
-        given = state_dict.get(saved)
-        if isinstance(given, Tensor) and given.dim() == 0:
-            state_dict = {own if key == saved else key: value for key, value in state_dict.items()}
+        key, errors = f"{prefix}weight", others[-1]
+        given, before = state_dict.get(key), len(errors)
+        if is_dtype := _is_dtype(given):
+            state_dict = {name: value for name, value in state_dict.items() if name != key}
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *others)
-        missing[:] = [saved if key == own else key for key in missing]
+        if len(errors) > before:
+            return
+        if is_dtype and metadata.get("assign_to_params_buffers"):  # otherwise the layer keeps its own dtype
+            self.weight_dtype = given
+        elif strict and not is_dtype:
+            missing.append(key)
 
     def _why_not_loaded(self, state_dict: Any, prefix: str, local_metadata: Any) -> list[str]:
         newer = why_not_loaded(type(self).__name__, local_metadata.get("version"), self._version)

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import amp_kernels
 from amp_kernels import reference
 from amp_kernels.nn import Int8Embedding, Int8Linear
+from amp_kernels.quantization import quantize_
 from amp_kernels.testing import DTYPES, error_and_allowed, randn
 
 MODES = ("weight_only", "dynamic", "static")
@@ -328,6 +329,40 @@ def test_assigning_a_checkpoint_brings_its_dtype(bias):
         assert other.dtype == torch.float32  # copied into a layer, as torch does it
         other.load_state_dict(saved.to("meta").state_dict(), assign=True)
         assert other.dtype == torch.bfloat16 and other.weight_codes.is_meta
+
+
+FLOAT_LAYERS = {
+    "linear": (lambda: nn.Linear(37, 13), (4, 37)),
+    "embedding": (lambda: nn.Embedding(5, 4), (4,)),
+    "convolution": (lambda: nn.Conv2d(3, 4, 3), (2, 3, 5, 6)),
+    "up-convolution": (lambda: nn.ConvTranspose2d(3, 4, 2, 2), (2, 3, 5, 6)),
+}
+
+
+@pytest.mark.parametrize("how", ["as it is", "in vmap", "compiled"])
+@pytest.mark.parametrize("name", FLOAT_LAYERS)
+def test_functional_call_takes_a_state_dict(name, how):
+    """As for a float layer. Afterwards the layer has its own tensors and its own dtype again."""
+    make, shape = FLOAT_LAYERS[name]
+    layer, other = quantize_(make()), quantize_(make()).bfloat16()
+    x = torch.arange(4) if name == "embedding" else randn(*shape, dtype=torch.bfloat16)
+    own, state = dict(layer.named_buffers()), other.state_dict()
+
+    def call(x):
+        return torch.func.functional_call(layer, state, (x,))
+
+    run = {"as it is": call, "in vmap": torch.vmap(call), "compiled": torch.compile(call, backend="eager")}[how]
+    found, expected = run(x), torch.vmap(other)(x) if how == "in vmap" else other(x)
+    assert torch.equal(found, expected) and found.dtype == torch.bfloat16
+    assert layer.dtype == torch.float32 and all(own[key] is tensor for key, tensor in layer.named_buffers())
+
+
+def test_the_buffers_in_a_state_dict_have_their_own_names():
+    """accelerate looks for the persistent buffers of a layer in its state dict."""
+    for make, _ in FLOAT_LAYERS.values():
+        layer = quantize_(make())
+        persistent = {name for name, _ in layer.named_buffers() if name not in layer._non_persistent_buffers_set}
+        assert persistent | dict(layer.named_parameters()).keys() | {"weight"} == layer.state_dict().keys()
 
 
 def test_repr_and_training_flag():
