@@ -42,7 +42,7 @@ from .functional.matmul import (
     engine_of,
     is_slow,
 )
-from .nn.conversion import is_conv1d, matrix, of_all_blocks
+from .nn.conversion import is_conv1d, kind_of, matrix, of_all_blocks
 from .nn.linear import Linear, converts
 from .ops.matmul import DTYPES, check_activation, round_up
 from .padding import MULTIPLE, is_column_major
@@ -460,7 +460,7 @@ def _int8(left: Mapping[str, nn.Module]) -> str:
     """Count and name the layers that stay in floating point in an int8 model."""
     kinds: dict[str, list[str]] = defaultdict(list)
     for name, layer in left.items():
-        kinds[type(layer).__name__].append(of_all_blocks(name) or "the model")
+        kinds[kind_of(layer)].append(of_all_blocks(name) or "the model")
     listed = (f"{len(names)} {kind} ({', '.join(dict.fromkeys(names))})" for kind, names in kinds.items())
     what = "1 layer with a matrix stays" if len(left) == 1 else f"{len(left)} layers with matrices stay"
     return f"In int8, by amp_kernels.quantization, {what} in floating point: {', '.join(listed)}."

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import logging
 import math
 import re
@@ -9,12 +11,15 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 
 LOG = logging.getLogger("amp_kernels")
-# There is a warning if more than this share of the parameters' bytes stays in unconverted matrices. Embeddings and
-# layers that `filter_fn` left out do not count.
+# There is a warning if more than this share of the parameters' bytes stays in unconverted matrices. Layers that
+# `filter_fn` left out do not count.
 WARNING_SHARE = 0.1
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d)  # those that may become int8 layers
 
@@ -73,8 +78,75 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def additions(layer: nn.Module) -> list[str]:
-    """Return the names of the parameters, buffers and modules in a float layer, except its weight and its bias."""
-    return [name for name in (*layer._parameters, *layer._buffers, *layer._modules) if name not in ("weight", "bias")]
+    """Return the names of the parameters, buffers and modules in a float layer, except its weight and its bias.
+
+    Buffers that a class adds itself and that are not saved are no additions: `factor_of` finds out what they are for.
+    """
+    known = {"weight", "bias"}
+    known |= layer._non_persistent_buffers_set if not type(layer).__module__.startswith("torch.nn.") else set()
+    return [name for name in (*layer._parameters, *layer._buffers, *layer._modules) if name not in known]
+
+
+# ---------------------------------------------------------------------------------------------------------- subclasses
+def factor_of(layer: Any) -> float | None:
+    """Return the factor by which a layer multiplies what an `nn.Linear`, `nn.Embedding` or convolution would return.
+
+    `layer` is of such a class or of a subclass. If it does anything else, or has something that a new layer would lose,
+    return None. A subclass may inherit `forward`, compute the same in another way, as the linear layers of Falcon and
+    timm do, or scale the rows of a table, as Gemma and BART do. To find out, `forward` of a copy with a small random
+    weight is called.
+    """
+    base = next(kind for kind in (nn.Linear, nn.Embedding, *CONVOLUTIONS) if isinstance(layer, kind))
+    kind, weight = type(layer), layer._parameters.get("weight")
+    if kind is base:
+        return 1.0
+    # An nn.MultiheadAttention reads the weight of a NonDynamicallyQuantizableLinear and does not call it.
+    is_read = kind is NonDynamicallyQuantizableLinear
+    if weight is None or is_lazy(weight) or is_read or has_hooks(layer) or additions(layer):
+        return None
+    if all(getattr(kind, name) is getattr(base, name) for name in ("forward", "_conv_forward") if hasattr(base, name)):
+        return 1.0
+    if base in CONVOLUTIONS or [*inspect.signature(layer.forward).parameters.values()][1:]:
+        return None
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            exact, own = (_results(base, layer, dtype) for dtype in (torch.float64, weight.dtype))
+            # The first number of a table is 1. In 16 bits the factor itself may have been rounded.
+            factors = [1.0] if base is nn.Linear else [results[0][1].flatten()[0].item() for results in (exact, own)]
+            if not _differs(exact, factors[0], 1e-12):
+                return next((f for f in factors if base is nn.Linear or not _differs(own, f, 0)), None)
+    except Exception:  # whatever the code of the user raises
+        pass
+    return None
+
+
+def _results(base: Any, layer: Any, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    """Return the results of `base` and of a copy of `layer` with a small weight, for several inputs."""
+    random, pairs = torch.Generator().manual_seed(0), []
+    for shape, training in (((7,), True), ((2, 3, 4), False)):
+        small = copy.copy(layer)
+        # The numbers have many magnitudes and both signs, so that a limit or a ReLU shows.
+        weight, bias, x = (torch.randn(n, generator=random).pow(5) for n in ((5, 8), (5,), (*shape, 8)))
+        weight[0, 0] = 1
+        x = torch.arange(math.prod(shape)).remainder(5).view(shape) if base is nn.Embedding else x.to(dtype)
+        values = {"weight": weight, "bias": bias}
+        parameters = {n: p if p is None else nn.Parameter(values[n].to(dtype)) for n, p in layer._parameters.items()}
+        buffers = {n: b if b is None else b.to("cpu", copy=True) for n, b in layer._buffers.items()}
+        vars(small).update(_parameters=parameters, _buffers=buffers, training=training)
+        if base is nn.Embedding:
+            small.padding_idx = small.max_norm = None
+        pairs.append((base.forward(small, x), small.forward(x)))
+    return pairs
+
+
+def _differs(pairs: list[tuple[Tensor, Tensor]], factor: float, tolerance: float) -> bool:
+    """Return whether a second tensor is not the first one times `factor`, up to a share of its largest element."""
+    return any(
+        found.shape != of_base.shape
+        or found.dtype != of_base.dtype
+        or not bool((found - of_base * factor).abs().max() <= tolerance * found.abs().max())
+        for of_base, found in pairs
+    )
 
 
 # --------------------------------------------------------------------------------------------------- exchanging modules
@@ -181,8 +253,8 @@ def shares(model: nn.Module, taken: Collection[Any], spared: Iterable[nn.Module]
     Layers whose names differ only in numbers are listed under one name. A share below 1% is not listed. If a layer
     that is not converted has the same weight as a converted one, the weight counts as left.
 
-    A parameter that is left is listed with the reason. The reason is the class of its layer, because only the weights
-    of some classes are converted. If `filter_fn` left the layer out, "by filter_fn" follows the class.
+    A parameter that is left is listed with the reason (`kind_of`). If `filter_fn` left the layer out, "by filter_fn"
+    follows.
 
     Args:
         model: The model before the conversion.
@@ -190,13 +262,12 @@ def shares(model: nn.Module, taken: Collection[Any], spared: Iterable[nn.Module]
         spared: Layers that `filter_fn` left out.
 
     Returns:
-        The line, and whether more than `WARNING_SHARE` of the bytes is left in matrices. Embeddings and layers in
-            `spared` do not count.
+        The line, and whether more than `WARNING_SHARE` of the bytes is left in matrices. Layers in `spared` do not
+            count.
     """
     done = {id(layer.weight) for layer in taken} - kept_weights(model, taken)
     spared = set(spared)
-    owners = [*spared, *(m for m in model.modules() if isinstance(m, nn.Embedding))]
-    excused = {id(p) for owner in owners for p in owner.parameters(recurse=False)}
+    excused = {id(p) for owner in spared for p in owner.parameters(recurse=False)}
     converted: Counter[str] = Counter()
     left: Counter[str] = Counter()
     unexpected = 0
@@ -208,12 +279,28 @@ def shares(model: nn.Module, taken: Collection[Any], spared: Iterable[nn.Module]
             converted[of_all_layers] += parameter.nbytes
             continue
         owner = model.get_submodule(name.rpartition(".")[0])
-        left[f"{of_all_layers} of {type(owner).__name__}{' by filter_fn' * (owner in spared)}"] += parameter.nbytes
+        left[f"{of_all_layers} of {kind_of(owner)}{' by filter_fn' * (owner in spared)}"] += parameter.nbytes
         if parameter.dim() > 1 and id(parameter) not in excused:
             unexpected += parameter.nbytes
     total = max(1, converted.total() + left.total())
     line = f"converted {_listed(converted, total)} of the parameters' bytes; left {_listed(left, total)}"
     return line, unexpected > WARNING_SHARE * total
+
+
+def kind_of(layer: Any) -> str:
+    """Return the class of a layer and, if that is not the reason why it stays in floating point, the reason.
+
+    A class that is neither torch's nor ours is named with its module.
+    """
+    kind = type(layer)
+    if is_parametrized(layer) or isinstance(layer, ParametrizationList):
+        return f"{kind.__name__}, see torch.nn.utils.parametrize.remove_parametrizations"
+    is_known = kind.__module__.partition(".")[0] in ("torch", "amp_kernels")
+    name = kind.__name__ if is_known else f"{kind.__module__}.{kind.__qualname__}"
+    if not isinstance(layer, CONVOLUTIONS):
+        return name
+    of_plain = {"groups": 1, "padding_mode": "zeros"}
+    return name + "".join(f" with {key}={now!r}" for key in of_plain if (now := getattr(layer, key)) != of_plain[key])
 
 
 def of_all_blocks(name: str) -> str:

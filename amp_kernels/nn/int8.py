@@ -30,7 +30,7 @@ from ..ops import int8 as ops
 from ..ops.checks import why_not_loaded
 from ..ops.int8 import MAX_K
 from ..ops.library import call
-from .conversion import LoadsItsKind, by_outputs, is_transposed, matrix
+from .conversion import LoadsItsKind, by_outputs, factor_of, is_transposed, matrix
 
 Mode = Literal["weight_only", "dynamic", "static"]
 MODES: tuple[Mode, ...] = ("weight_only", "dynamic", "static")
@@ -636,7 +636,7 @@ class Int8Embedding(Int8Weight):
 
     Only rows that are looked up are dequantized. The table is frozen: it has no gradient, and `padding_idx` has no
     effect. With `max_norm`, rows of the result whose norm is above `max_norm` are scaled down to this norm. The table
-    does not change.
+    does not change. Rows of the result are multiplied by `embed_scale`, as in the tables of words of Gemma and BART.
 
     The table of a new layer is 0: load a state dict, or use `from_embedding`.
 
@@ -648,6 +648,7 @@ class Int8Embedding(Int8Weight):
         dtype: As in `torch.nn.Embedding`.
         max_norm: As in `torch.nn.Embedding`.
         norm_type: As in `torch.nn.Embedding`.
+        embed_scale: Factor of the result. `weight` does not contain it.
 
     Attributes:
         weight_codes: int8 `[num_embeddings, embedding_dim]`.
@@ -672,17 +673,18 @@ class Int8Embedding(Int8Weight):
         *,
         max_norm: float | None = None,
         norm_type: float = 2.0,
+        embed_scale: float = 1.0,
     ) -> None:
         super().__init__((num_embeddings, embedding_dim), device, dtype)
         self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
-        self.max_norm, self.norm_type = max_norm, norm_type
+        self.max_norm, self.norm_type, self.embed_scale = max_norm, norm_type, embed_scale
 
     @classmethod
     def from_embedding(cls, embedding: nn.Embedding, *, weight: Int8Tensor | None = None) -> Int8Embedding:
         """Return an int8 layer with the table of a float layer.
 
         Args:
-            embedding: The float layer.
+            embedding: The float layer, of a class that returns rows of its table, or their product with one factor.
             weight: Codes to share, as `quantize_int8(embedding.weight, dim=-1)` makes them. If it is None, the table is
                 quantized.
 
@@ -698,9 +700,8 @@ class Int8Embedding(Int8Weight):
         """
         codes = codes_to_share("Int8Embedding.from_embedding", weight, embedding)
         rows, width = codes.shape
-        layer = cls(
-            rows, width, embedding.padding_idx, "meta", max_norm=embedding.max_norm, norm_type=embedding.norm_type
-        )
+        options = {"max_norm": embedding.max_norm, "norm_type": embedding.norm_type}
+        layer = cls(rows, width, embedding.padding_idx, "meta", **options, embed_scale=factor_of(embedding) or 1.0)
         layer._share(codes, embedding.weight.dtype)
         return layer.train(embedding.training)
 
@@ -720,13 +721,13 @@ class Int8Embedding(Int8Weight):
         codes, scale = F.embedding(index, self.weight_codes), F.embedding(index, self.weight_scale)
         # The operator is called without an Int8Tensor, whose checks would take a tenth of the time of a look-up.
         rows = call(ops.dequantize_int8, codes, scale, None, None, self.dtype)
-        return renormalized(rows, self.max_norm, self.norm_type)
+        return scaled_rows(self, rows)
 
     def extra_repr(self) -> str:
         """Return what `print(layer)` shows between the brackets.
 
         Returns:
-            Sizes, and `padding_idx` and `max_norm` where they are set.
+            Sizes, and `padding_idx`, `max_norm` and `embed_scale` where they are set.
 
         Examples:
             >>> amp_kernels.nn.Int8Embedding(100, 8, max_norm=1.0).extra_repr()
@@ -734,7 +735,8 @@ class Int8Embedding(Int8Weight):
         """
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         norm = "" if self.max_norm is None else f", max_norm={self.max_norm}"
-        return f"{self.num_embeddings}, {self.embedding_dim}{padding}{norm}"
+        scale = "" if self.embed_scale == 1 else f", embed_scale={self.embed_scale}"
+        return f"{self.num_embeddings}, {self.embedding_dim}{padding}{norm}{scale}"
 
 
 # ------------------------------------------------------------------------------------------------------ the product
@@ -791,14 +793,17 @@ def check_is_not_nested(op: str, x: Tensor | Int8Tensor) -> None:
         )
 
 
-def renormalized(rows: Tensor, max_norm: float | None, norm_type: float) -> Tensor:
-    """Apply `max_norm` to rows [..., N]. As in `nn.Embedding`, the gradient treats the factors as constants."""
-    if max_norm is None:
-        return rows
-    values = rows.float()
-    norms = torch.linalg.vector_norm(values.detach(), norm_type, -1, keepdim=True)
-    factors = torch.where(norms > max_norm, max_norm / (norms + 1e-7), torch.ones_like(norms))
-    return (values * factors).to(rows.dtype)
+def scaled_rows(table: Any, rows: Tensor) -> Tensor:
+    """Apply `max_norm` and `embed_scale` of an embedding to rows [..., N] that were looked up.
+
+    As in `nn.Embedding`, the gradient treats the factors of `max_norm` as constants.
+    """
+    if table.max_norm is not None:
+        values = rows.float()
+        norms = torch.linalg.vector_norm(values.detach(), table.norm_type, -1, keepdim=True)
+        factors = torch.where(norms > table.max_norm, table.max_norm / (norms + 1e-7), torch.ones_like(norms))
+        rows = (values * factors).to(rows.dtype)
+    return rows if table.embed_scale == 1 else rows * table.embed_scale
 
 
 def codes_of_weight(layer: nn.Module) -> Int8Tensor:

@@ -16,8 +16,7 @@ model: in a small sentence transformer they are two thirds of the bytes.
 Each of the functions `quantize_`, `prepare_`, `prepare_qat_` and `convert_` sends a line to the logger "amp_kernels".
 The line lists the converted parameters and the unchanged parameters, with their shares of the bytes. Its level is INFO.
 If more than a tenth of the bytes stays in unconverted matrices, the level is WARNING, which Python prints by default.
-Unconverted embeddings, and layers that `filter_fn` left out, do not count towards this tenth. The line of `convert_` is
-always INFO.
+Layers that `filter_fn` left out do not count towards this tenth. The line of `convert_` is always INFO.
 
 The range of an input goes from its smallest to its largest value. There is no option to clip the range at a percentile,
 because in transformers the outliers matter. On a small pretrained sentence transformer, int8 with clipping at 99.9%
@@ -37,6 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import is_parametrized
 
 from .. import torch_private
 from ..functional import Int8Tensor, fake_quantize_int8, quantize_int8
@@ -59,6 +59,7 @@ from ..nn.conversion import (
     by_outputs,
     check_model,
     exchange,
+    factor_of,
     has_hooks,
     is_conv1d,
     is_transposed,
@@ -74,7 +75,7 @@ from ..nn.int8 import (
     check_is_not_nested,
     codes_of_weight,
     compute_dtype,
-    renormalized,
+    scaled_rows,
     w8a8,
 )
 from ..nn.int8_conv import (
@@ -91,7 +92,7 @@ from ..nn.int8_conv import (
 )
 from ..ops.int8 import MAX_K
 from ..ops.table import DTYPE_CODES
-from .folding import FoldedBatchNorm, folded, is_batch_norm
+from .folding import FoldedBatchNorm, folded
 from .onnx import export_onnx
 from .saved_activations import int8_saved_activations
 
@@ -117,8 +118,11 @@ def quantize_(
 
     Layers are replaced if their class is `torch.nn.Linear`, transformers' `Conv1D`, `torch.nn.Conv2d`,
     `torch.nn.Conv1d`, `torch.nn.ConvTranspose2d`, `torch.nn.ConvTranspose1d` or `torch.nn.Embedding`. A layer of the
-    class `amp_kernels.nn.Linear` is replaced too, if it has no activation. Layers of other subclasses of these classes
-    are not replaced, since they may compute something else.
+    class `amp_kernels.nn.Linear` is replaced too, if it has no activation. A layer of another subclass is replaced if
+    the subclass inherits `forward`. A subclass of `torch.nn.Linear` may have a `forward` of its own that computes the
+    same, and a subclass of `torch.nn.Embedding` may multiply rows by a constant. To find out, `forward` of a copy with
+    a small random weight is called. All other layers are left, also those of subclasses with an added parameter, module
+    or persistent buffer.
     A weight that several layers share is quantized once and stays shared. If one of the layers that share a weight is
     not replaced, none of them is.
 
@@ -404,7 +408,8 @@ class MinMaxObserver(FixedDtypes):
         if low > high:
             raise ValueError(
                 f"convert_: layer {name!r} must have seen a batch, got none; run some batches through the prepared "
-                f"model{when}, or leave the layer out with filter_fn"
+                f"model{when}, or, if its input never reaches the layer, leave it out of the float model's preparation "
+                f"with filter_fn=lambda layer, name: not name.endswith({name.rpartition('.')[2]!r})"
             )
         if not (abs(low) < torch.inf and abs(high) < torch.inf):
             raise ValueError(f"convert_: inputs of layer {name!r} must be finite, got a range from {low} to {high}")
@@ -670,6 +675,8 @@ class QATConvTranspose2d(_QATConvTranspose, nn.ConvTranspose2d):
 class PreparedEmbedding(LoadsItsKind, nn.Embedding):
     """`nn.Embedding` that takes over the table of a float embedding. `convert_` turns it into an `Int8Embedding`."""
 
+    embed_scale: float
+
     @classmethod
     def from_embedding(cls, embedding: nn.Embedding) -> PreparedEmbedding:
         layer = cls(
@@ -682,19 +689,25 @@ class PreparedEmbedding(LoadsItsKind, nn.Embedding):
             sparse=embedding.sparse,
             device="meta",
         )
-        layer.weight = embedding.weight
+        layer.weight, layer.embed_scale = embedding.weight, factor_of(embedding) or 1.0
         return layer.train(embedding.training)
+
+    def forward(self, index: Tensor) -> Tensor:
+        rows = super().forward(index)
+        return rows if self.embed_scale == 1 else rows * self.embed_scale
 
     def convert(self, weight: Int8Tensor) -> Int8Embedding:
         """Return the int8 layer with these codes of the table."""
-        return Int8Embedding.from_embedding(self, weight=weight)
+        made = Int8Embedding.from_embedding(self, weight=weight)
+        made.embed_scale = self.embed_scale
+        return made
 
 
 class QATEmbedding(PreparedEmbedding):
     """`nn.Embedding` that returns the values of an `Int8Embedding` and trains its float table; see `prepare_qat_`."""
 
     def forward(self, index: Tensor) -> Tensor:
-        return renormalized(fake_quantize_int8(super().forward(index), dim=-1), self.max_norm, self.norm_type)
+        return scaled_rows(self, fake_quantize_int8(nn.Embedding.forward(self, index), dim=-1))
 
 
 # ---------------------------------------------------------------------------------------------------------- helpers
@@ -778,7 +791,7 @@ def _exchange_layers(
         exchange(model, {ours: theirs for theirs, ours in split.items()})
         raise
     exchange(model, {ours: theirs for theirs, ours in split.items() if not any(c in new for c in ours.children())})
-    norms = sum(map(is_batch_norm, root.modules()))
+    norms = sum(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in root.modules())
     for pair in pairs if in_place else ():
         pair.write()
     exchange(root, {pair.norm: FoldedBatchNorm(pair.norm) for pair in pairs})
@@ -810,7 +823,7 @@ def _find(op: str, model: nn.Module, filter_fn: FilterFn | None, needs_int8_inpu
             f"{op}: model must have an nn.Linear, nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d or "
             f"nn.Embedding to replace, got {type(model).__name__}"
             + (", where each of these shares its weight with a layer that is not replaced" if taken else " without any")
-            + ("" if known else _why_convolutions_stay(model))
+            + ("" if known else _why_layers_stay(model))
             + _what_was_done(model)
         )
     return list(found), [layer for layer in known if layer not in taken]
@@ -828,10 +841,12 @@ def _what_was_done(model: nn.Module) -> str:
     return ""
 
 
-def _why_convolutions_stay(model: nn.Module) -> str:
-    """Return the part of an error message that says why the convolutions of a model cannot be replaced."""
+def _why_layers_stay(model: nn.Module) -> str:
+    """Return the part of an error message that says why the layers of a model cannot be replaced."""
     kinds = {type(layer) for layer in model.modules()}
     reason = ""
+    if any(map(is_parametrized, model.modules())):
+        reason += "; call torch.nn.utils.parametrize.remove_parametrizations for layers with a weight_norm"
     if not kinds.isdisjoint((nn.Conv1d, nn.Conv2d)):
         reason += "; a convolution must have groups=1, and pad both ends of a dimension with as many zeros"
     if not kinds.isdisjoint((nn.ConvTranspose1d, nn.ConvTranspose2d)):
@@ -846,15 +861,20 @@ def _is_known(layer: nn.Module) -> bool:
     """Return whether a layer can be replaced.
 
     It can if it is an `nn.Linear`, a Conv1D, an `nn.Embedding`, a `Linear` without activation, a convolution that
-    `int8_conv2d` can compute, or a transposed convolution whose kernels do not overlap.
+    `int8_conv2d` can compute, or a transposed convolution whose kernels do not overlap. It may be of a subclass that
+    computes the same, or an embedding times one factor.
     """
-    if type(layer) is Linear:
-        return layer.activation is None
-    if type(layer) in (nn.Conv1d, nn.Conv2d):
-        return bool(layer.groups == 1 and pads_both_ends_alike(layer))
-    if type(layer) in (nn.ConvTranspose1d, nn.ConvTranspose2d):
-        return kernels_do_not_overlap(layer)
-    return type(layer) in (nn.Linear, nn.Embedding) or is_conv1d(layer)
+    if isinstance(layer, Linear):
+        return type(layer) is Linear and layer.activation is None
+    if isinstance(layer, _Prepared | PreparedEmbedding):
+        return False
+    if not isinstance(layer, (nn.Linear, nn.Embedding, *CONVOLUTIONS)):
+        return is_conv1d(layer)
+    if isinstance(layer, nn.Conv1d | nn.Conv2d) and not (layer.groups == 1 and pads_both_ends_alike(layer)):
+        return False
+    if isinstance(layer, nn.ConvTranspose1d | nn.ConvTranspose2d) and not kernels_do_not_overlap(layer):
+        return False
+    return factor_of(layer) is not None
 
 
 def left_in_float(model: nn.Module) -> dict[str, nn.Module]:

@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..nn import Int8Conv1d, Int8Conv2d, Int8ConvTranspose1d, Int8ConvTranspose2d, Int8Embedding, Int8Linear
 from ..nn.conversion import check_model, exchange, has_hooks
-from ..nn.int8 import ALL, Int8ProductLayer, Int8Weight, renormalized
+from ..nn.int8 import ALL, Int8ProductLayer, Int8Weight, scaled_rows
 from ..nn.int8_conv import OnCodes, check_output_size, steps_of
 
 OPSET = 18  # torch exports it without a conversion to another version
@@ -485,7 +485,7 @@ class _Embedding(_StandIn):
 
     def forward(self, index: Tensor) -> Tensor:
         rows = F.embedding(index, self.weight_codes) * F.embedding(index, self.weight_scale)
-        return renormalized(rows, self.max_norm, self.norm_type)
+        return scaled_rows(self, rows)
 
 
 class _OnCodes(_StandIn):

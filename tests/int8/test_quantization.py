@@ -12,7 +12,7 @@ from gpt2 import GPT2, Conv1D
 from torch import nn
 
 import amp_kernels
-from amp_kernels.nn import Int8Embedding, Int8Linear
+from amp_kernels.nn import Int8Conv1d, Int8Embedding, Int8Linear
 from amp_kernels.quantization import ObservedLinear, QATLinear, convert_, prepare_, prepare_qat_, quantize_
 from amp_kernels.testing import randn
 
@@ -189,8 +189,11 @@ def test_shared_weights_are_quantized_once(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tied_layers_are_converted_both_or_neither(kind):
-    class Scaled(nn.Embedding):
-        """As transformers have them: a class that is not converted."""
+    class Normed(nn.Embedding):
+        """A class that is not converted."""
+
+        def forward(self, index):
+            return F.normalize(super().forward(index), dim=-1)
 
     index = torch.arange(50)
     for spared in (nn.Embedding, nn.Linear):
@@ -200,7 +203,7 @@ def test_tied_layers_are_converted_both_or_neither(kind):
         model.head.weight = model.table.weight
         assert model(index).isfinite().all()
     model = Tied()
-    model.table = Scaled(50, 16)
+    model.table = Normed(50, 16)
     model.head.weight = model.table.weight
     assert type(in_int8(model, kind, index).head.weight) is nn.Parameter and type(model.middle) is Int8Linear
     with pytest.raises(ValueError, match="where each of these shares its weight with a layer that is not replaced"):
@@ -213,6 +216,178 @@ def test_tied_layers_are_converted_both_or_neither(kind):
     with pytest.raises(ValueError, match="convert_: 'head' must share its weight only with prepared layers, got one"):
         convert_(model)
     assert isinstance(model.middle, ObservedLinear)
+
+
+class Inherits(nn.Linear):
+    pass
+
+
+class TransposesItsWeight(nn.Linear):
+    """As transformers' FalconLinear."""
+
+    def forward(self, input):
+        hidden = input @ self.weight.T
+        return hidden if self.bias is None else hidden + self.bias
+
+
+class Scaled(nn.Embedding):
+    """As the tables of words of BART and NLLB."""
+
+    def __init__(self, rows, width, scale):
+        super().__init__(rows, width)
+        self.scale = scale
+
+    def forward(self, index):
+        return super().forward(index) * self.scale
+
+
+class ScaledByABuffer(nn.Embedding):
+    """As the table of words of Gemma."""
+
+    def __init__(self, rows, width, scale):
+        super().__init__(rows, width)
+        self.register_buffer("embed_scale", torch.tensor(scale), persistent=False)
+
+    def forward(self, index):
+        return super().forward(index) * self.embed_scale.to(self.weight.dtype)
+
+
+class InheritsConv(nn.Conv1d):
+    pass
+
+
+class OfSubclasses(nn.Module):
+    def __init__(self, table):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.one, self.two = table(50, 16, 5.3), Inherits(16, 24), TransposesItsWeight(24, 16)
+        self.conv, self.head = InheritsConv(16, 16, 1), nn.Linear(16, 50, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, index):
+        x = self.two(F.gelu(self.one(self.table(index))))
+        return self.head(x + self.conv(x.mT).mT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("table", [Scaled, ScaledByABuffer])
+@pytest.mark.parametrize("kind", KINDS)
+def test_subclasses_that_compute_the_same_are_converted(kind, table, dtype):
+    model, index = OfSubclasses(table).to(dtype), torch.arange(50).view(2, 25)
+    original, expected = copy.deepcopy(model), model(index)
+    if kind.startswith("qat"):
+        prepare_qat_(model, kind.removeprefix("qat "))(index).square().sum().backward()
+        predicted = model.eval()(index)
+        assert torch.equal(convert_(model)(index), predicted)
+    else:
+        in_int8(model, kind, index)
+    kinds = {type(layer).__name__ for layer in model.modules()} - {"OfSubclasses"}
+    assert kinds == {"Int8Linear", "Int8Embedding", "Int8Conv1d"}
+    assert model.head.weight_codes is model.table.weight_codes
+    assert (model(index) - expected).norm() < 0.03 * expected.norm()
+    rounded = original.table.weight.data.copy_(model.table.weight)
+    assert torch.equal(model.table(index), original.table(index)) and rounded.isfinite().all()
+
+
+class Activated(nn.Linear):
+    def forward(self, input):
+        return super().forward(input).relu()
+
+
+class Limited(nn.Linear):
+    def forward(self, input):
+        return super().forward(input).clamp(-1e4, 1e4)
+
+
+class Dropped(nn.Linear):
+    def forward(self, input):
+        return F.dropout(super().forward(input), 0.5, self.training)
+
+
+class WithAnArgument(nn.Linear):
+    def forward(self, input, scale=1.0):
+        return scale * super().forward(input)
+
+
+class WithAParameter(nn.Linear):
+    def __init__(self, inputs, outputs):
+        super().__init__(inputs, outputs)
+        self.gain = nn.Parameter(torch.ones(outputs))
+
+    def forward(self, input):
+        return super().forward(input) * self.gain
+
+
+class ScaledLinear(nn.Linear):
+    def forward(self, input):
+        return super().forward(input) * 2
+
+
+class Shifted(nn.Embedding):
+    """As the positions of BART."""
+
+    def forward(self, index):
+        return super().forward(index + 2)
+
+
+class Standardized(nn.Conv2d):
+    def _conv_forward(self, input, weight, bias):
+        return super()._conv_forward(input, weight - weight.mean(), bias)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(lambda kind=kind: kind(64, 64) for kind in (Activated, Limited, Dropped, WithAnArgument, WithAParameter)),
+        lambda: ScaledLinear(64, 64), lambda: Shifted(64, 64), lambda: Standardized(64, 64, 1),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("convert", [quantize_, prepare_, prepare_qat_])
+def test_subclasses_that_compute_something_else_are_named_with_their_modules(convert, make, caplog):
+    model = nn.Sequential(nn.Linear(64, 64), make())
+    left, random = model[1], torch.get_rng_state()
+    _, line, warns = said(caplog, lambda: convert(model))
+    assert model[1] is left and warns and type(model[0]) is not nn.Linear
+    assert f"*.weight of {__name__}.{type(left).__name__} " in line
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_a_layer_that_torch_reads_and_does_not_call_is_left():
+    """The projection of a subclass of nn.MultiheadAttention, which no MultiheadAttention of ours replaces."""
+
+    class Attention(nn.MultiheadAttention):
+        pass
+
+    model = nn.ModuleList([Attention(16, 2), nn.Linear(16, 16), nn.LazyLinear(4)])
+    quantize_(model)
+    assert type(model[0].out_proj) is nn.modules.linear.NonDynamicallyQuantizableLinear
+    assert type(model[1]) is Int8Linear and type(model[2]) is nn.LazyLinear
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Linear(16, 16), lambda: nn.Conv1d(4, 4, 3)])
+def test_a_parametrized_layer_is_named_with_the_way_out(make, caplog):
+    model = nn.Sequential(nn.Linear(4, 4), nn.utils.parametrizations.weight_norm(make()))
+    _, line, warns = said(caplog, lambda: quantize_(model))
+    assert warns and "of ParametrizationList, see torch.nn.utils.parametrize.remove_parametrizations" in line
+    with pytest.raises(ValueError, match=r"without any; call torch\.nn\.utils\.parametrize\.remove_parametrizations"):
+        prepare_(model[1:])
+    nn.utils.parametrize.remove_parametrizations(model[1], "weight")
+    assert type(quantize_(model[1:])[0]) in (Int8Linear, Int8Conv1d)
+
+
+def test_a_layer_that_no_batch_reaches_is_named_with_the_way_out():
+    """As the global projections of Longformer."""
+    model = nn.ModuleDict({"query": nn.Linear(4, 4), "query_global": nn.Linear(4, 4)})
+    model["query"](torch.ones(1, 4))
+    prepared = prepare_(copy.deepcopy(model))
+    prepared["query"](torch.ones(1, 4))
+    with pytest.raises(
+        ValueError, match=r"layer 'query_global' must .* if its input never reaches the layer, leave"
+    ) as e:
+        convert_(prepared)
+    filter_fn = eval(str(e.value).rpartition("filter_fn=")[2])
+    prepare_(model, filter_fn)["query"](torch.ones(1, 4))
+    assert type(convert_(model)["query"]) is Int8Linear and type(model["query_global"]) is nn.Linear
 
 
 class ReadsWeights(nn.Module):
@@ -491,7 +666,7 @@ def test_what_was_converted_and_left_is_said(caplog):
     total = matrices + table + vectors
     blocks = f"h.*.c_fc.weight {matrices / 2 / total:.1%}, h.*.c_proj.weight {matrices / 2 / total:.1%}"
     both = f"{blocks}, wte.weight {table / total:.1%}"
-    biases = f"h.*.c_fc.bias of Conv1D {2 * 128 * 4 / total:.1%}"
+    biases = f"h.*.c_fc.bias of transformers.pytorch_utils.Conv1D {2 * 128 * 4 / total:.1%}"
     expected = (
         f"converted {(matrices + table) / total:.1%} ({both}) of the parameters' bytes; "
         f"left {vectors / total:.1%} ({biases})"
@@ -500,7 +675,7 @@ def test_what_was_converted_and_left_is_said(caplog):
     for call, name in zip(calls, ("quantize_", "quantize_", "prepare_", "prepare_qat_"), strict=True):
         model, text, warns = said(caplog, lambda call=call: call(GPT2()))
         assert (text, warns) == (f"{name}: {expected}", False)
-    of_prepared = expected.replace("Conv1D", "QATLinear")
+    of_prepared = expected.replace("transformers.pytorch_utils.Conv1D", "QATLinear")
     assert said(caplog, lambda: convert_(model))[1:] == (f"convert_: {of_prepared}", False)
     # The weight that the last layer shares stays for an embedding that is left.
     spares = functools.partial(quantize_, filter_fn=lambda layer, _: type(layer) is not nn.Embedding)
