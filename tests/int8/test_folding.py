@@ -209,6 +209,13 @@ class InTraining(nn.Module):
         return (self.norm(y), y) if self.training else self.norm(y)
 
 
+class Activated(nn.BatchNorm2d):
+    """As timm's BatchNormAct2d."""
+
+    def forward(self, x):
+        return super().forward(x).relu()
+
+
 MODELS = {  # the model, the channels of its input, and how many of its batch norms are folded
     "sequence": (in_sequence, 3, 1),
     "without bias": (lambda: in_sequence(bias=False), 3, 1),
@@ -242,13 +249,16 @@ MODELS = {  # the model, the channels of its input, and how many of its batch no
     "hook around the norm": (lambda: hooked(nn.Conv2d(3, 8, 3), nn.Sequential(nn.BatchNorm2d(8))), 3, 0),
     "used twice": (Twice, 3, 0),
     "in lists": (InLists, 3, 2),
+    "activated": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), Activated(8)), 3, 0),
+    "synchronized": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.SyncBatchNorm(8)), 3, 0),
     "grouped": (lambda: nn.Sequential(nn.Conv2d(4, 4, 1), nn.Conv2d(4, 8, 3, groups=4), nn.BatchNorm2d(8)), 4, 0),
     "before": (lambda: nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 8, 3)), 3, 0),
 }
 
 
 def norms(model):
-    return sum(isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d) for module in model.modules())
+    kinds = nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm
+    return sum(isinstance(module, kinds) for module in model.modules())
 
 
 class Held(Optional):
@@ -368,7 +378,9 @@ def test_training_for_int8_leaves_pairs_that_an_optimizer_would_lose():
     memory = torch.randn(2, 8, 3, 3, 3)
     views = trained(nn.Sequential(in_sequence(), nn.Conv2d(8, 4, 1)))
     views[0][0].weight, views.other = nn.Parameter(memory[0]), nn.Parameter(memory[1])
-    for model in (mixed, no_bias, views):
+    expanded = trained(in_sequence())  # its elements lie at one place, and folding would give them different values
+    expanded[0].weight = nn.Parameter(torch.randn(1, 3, 3, 3).expand_as(expanded[0].weight))
+    for model in (mixed, no_bias, views, expanded):
         parameters = {id(p) for p in model.parameters()}
         prepare_qat_(model)
         assert norms(model) == 1 and {id(p) for p in model.parameters()} == parameters

@@ -253,6 +253,17 @@ def test_groups_of_extreme_numbers(device, family, state_dtype):
         assert not ((codes == 0) & (scale > 0).repeat_interleave(128)[: grad.numel()]).any()
 
 
+@pytest.mark.parametrize("payload", [0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001], ids=hex)
+def test_a_nan_of_any_payload_is_a_nan_in_bf16(device, payload):
+    """Rounded as numbers, these could become -0, 0 and infinity."""
+    param = torch.nn.Parameter(torch.zeros(LEAST_LEAN, device=device))
+    optimizer = FusedSGD([param], lr=0.0, momentum=0.9, state_dtype=BF16)
+    nan = (payload + 2**31) % 2**32 - 2**31  # as an int32
+    param.grad = torch.full((LEAST_LEAN,), nan, dtype=torch.int32, device=device).view(torch.float32)
+    optimizer.step()
+    assert optimizer.state[param]["momentum_buffer"].isnan().all()
+
+
 @pytest.mark.skipif(INTERPRETED, reason="takes the interpreter a minute")
 @pytest.mark.parametrize("family", [FusedSGD, FusedRMSprop])
 def test_the_largest_magnitude_has_the_largest_code(device, family):
