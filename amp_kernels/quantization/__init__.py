@@ -92,7 +92,7 @@ from ..nn.int8_conv import (
 )
 from ..ops.int8 import MAX_K
 from ..ops.table import DTYPE_CODES
-from .folding import FoldedBatchNorm, folded
+from .folding import FoldedBatchNorm, folded, is_batch_norm
 from .onnx import export_onnx
 from .saved_activations import int8_saved_activations
 
@@ -791,7 +791,7 @@ def _exchange_layers(
         exchange(model, {ours: theirs for theirs, ours in split.items()})
         raise
     exchange(model, {ours: theirs for theirs, ours in split.items() if not any(c in new for c in ours.children())})
-    norms = sum(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in root.modules())
+    norms = sum(map(is_batch_norm, root.modules()))
     for pair in pairs if in_place else ():
         pair.write()
     exchange(root, {pair.norm: FoldedBatchNorm(pair.norm) for pair in pairs})

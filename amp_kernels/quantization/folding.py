@@ -93,8 +93,8 @@ class Folded(NamedTuple):
 
 
 def is_batch_norm(module: nn.Module) -> bool:
-    """Return whether a module is a batch norm that may be folded."""
-    return type(module) in _NORMS.values()
+    """Return whether a module is a batch norm, also of a class that is never folded, such as `SyncBatchNorm`."""
+    return isinstance(module, nn.modules.batchnorm._BatchNorm)
 
 
 @torch.no_grad()
@@ -108,7 +108,8 @@ def folded(model: nn.Module, convolutions: Collection[Any], *, in_place: bool) -
             if that is not possible, or if others would see it.
     """
     named = dict(model.named_modules(remove_duplicate=False))
-    if not convolutions or not any(is_batch_norm(module) for module in named.values()):  # a trace runs code of the user
+    kinds = {type(module) for module in named.values()}
+    if not convolutions or kinds.isdisjoint(_NORMS.values()):  # a trace runs code of the user
         return []
     uses = Counter(map(id, named.values()))
     owners = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
