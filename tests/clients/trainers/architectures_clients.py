@@ -19,7 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import accelerate
 import pytest
+import timm
 import torch
 import transformers
 from safetensors.torch import load_model, save_model
@@ -138,6 +140,29 @@ ARCHITECTURES = {
         WORDS, "logits", 89.9,
         "dt_proj embeddings in_proj lm_head out_proj x_proj", "dt_proj",
     ),
+    # Its table of words multiplies rows by a buffer.
+    "gemma3": Architecture(
+        "Gemma3ForCausalLM", config("Gemma3TextConfig", head_dim=16, **LLAMA), WORDS, "logits", 98.4,
+        "down_proj embed_tokens gate_proj k_proj lm_head o_proj q_proj up_proj v_proj",
+    ),
+    # Its linear layers multiply by `weight.T`.
+    "falcon": Architecture("FalconForCausalLM", config("FalconConfig", **TEXT), WORDS, "logits", 99.3,
+        "dense dense_4h_to_h dense_h_to_4h lm_head query_key_value word_embeddings"),
+    # Their tables of words multiply rows by a number. Positions of BART are another class, and stay.
+    "bart": Architecture(
+        "BartForConditionalGeneration",
+        config("BartConfig", vocab_size=99, d_model=32, scale_embedding=True, max_position_embeddings=32,
+               decoder_start_token_id=2, **HEADS, **DEPTH),
+        WORDS | FIRST, "logits", 91.5,
+        "embed_tokens fc1 fc2 k_proj lm_head out_proj q_proj shared v_proj",
+    ),
+    "nllb": Architecture(
+        "M2M100ForConditionalGeneration",
+        config("M2M100Config", vocab_size=99, d_model=32, scale_embedding=True, max_position_embeddings=32,
+               decoder_start_token_id=2, **HEADS, **DEPTH),
+        WORDS | FIRST, "logits", 95.8,
+        "embed_tokens fc1 fc2 k_proj lm_head out_proj q_proj shared v_proj",
+    ),
     "detr": Architecture(
         "DetrForObjectDetection", detr, LARGER, "logits", 96.2,
         "0 1 2 class_labels_classifier convolution fc1 fc2 input_projection k_proj o_proj q_proj "
@@ -227,3 +252,60 @@ def test_what_was_converted(name: str, caplog: pytest.LogCaptureFixture) -> None
     (line,) = (record.message for record in caplog.records if record.name == "amp_kernels")
     assert {layer.rpartition(".")[2] for layer in converted(model)} == set(architecture.layers.split())
     assert line.startswith(f"quantize_: converted {architecture.share}% (")
+
+
+# accelerate moves parameters and buffers to the CPU or to a disk, and brings them back for each call of a layer.
+@pytest.mark.parametrize("offload_buffers", [False, True])
+@pytest.mark.parametrize("where", ["cpu", "disk", "dispatch"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "vit", "gemma3"])
+def test_accelerate_offloads(name: str, where: str, offload_buffers: bool, tmp_path: Path) -> None:
+    model = in_int8(name, "dynamic")
+    expected = output(name, model)
+    options: Any = {"offload_buffers": offload_buffers}
+    if where == "cpu":
+        accelerate.cpu_offload(model, execution_device="cpu", **options)
+    elif where == "disk":
+        accelerate.disk_offload(model, tmp_path, execution_device="cpu", **options)
+    else:
+        devices = {part: "disk" for part, _ in model.named_children()}
+        accelerate.dispatch_model(model, devices, main_device="cpu", offload_dir=tmp_path, **options)
+    for _ in range(2):
+        assert torch.equal(output(name, model), expected)
+    layer = next(layer for layer in model.modules() if isinstance(layer, Int8Linear))
+    assert layer.weight_codes.is_meta == offload_buffers and layer.dtype == torch.float32
+
+
+class Mixed(nn.Module):
+    """Classes of timm: a linear layer that is computed in int8, and a batch norm that is not folded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 64, 3), timm.layers.BatchNormAct2d(64)
+        self.head = timm.layers.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.conv(x)).mean((2, 3)))
+
+
+@pytest.mark.parametrize("mode", ["weight_only", "dynamic"])
+def test_layers_of_timm(mode: Any, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model = Mixed().eval()
+    expected = model(LARGER["pixel_values"])
+    with caplog.at_level("INFO", "amp_kernels"):
+        quantize_(model, mode)
+    assert caplog.messages[0] == "folded 0 of 1 batch norms into convolutions"
+    assert "bias of timm.layers.norm_act.BatchNormAct2d" in caplog.messages[1]
+    assert type(model.head) is Int8Linear and type(model.conv) is Int8Conv2d
+    assert (model(LARGER["pixel_values"]) - expected).norm() < 0.02 * expected.norm()
+
+
+@pytest.mark.parametrize("share", [0.05, 0.5])
+def test_a_layer_of_timm_that_is_left_is_named_with_its_module(share: float, caplog: pytest.LogCaptureFixture) -> None:
+    left = timm.layers.StdConv2d(8, 8, 1)
+    model = nn.Sequential(left, nn.Conv2d(8, int(8 / share), 1))
+    with caplog.at_level("INFO", "amp_kernels"):
+        quantize_(model)
+    (record,) = caplog.records
+    assert model[0] is left and "0.weight of timm.layers.std_conv.StdConv2d" in record.message.replace("*.", "0.")
+    assert (record.levelname == "WARNING") == (share > 0.1)
