@@ -27,6 +27,7 @@ made no difference.
 from __future__ import annotations
 
 import logging
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -65,6 +66,7 @@ from ..nn.conversion import (
     is_transposed,
     kept_weights,
     matrix,
+    of_all_blocks,
     shares,
     terms,
 )
@@ -217,11 +219,12 @@ def prepare_qat_(
     """Make the layers of a model compute in int8 during training, for `convert_` (quantization-aware training).
 
     The forward pass computes with the codes of inputs and weights, as the int8 layers will. In eval mode, predictions
-    before and after `convert_` have the same bits. The backward pass multiplies gradients by the quantized inputs and
-    weights. For a value inside the range of the codes, the quantization does not change the gradient. For a value
-    outside of the range, the gradient is set to 0 (Jacob et al. 2018). Parameters stay the same objects, so an
-    optimizer may be created before or after this call. Until `convert_`, `layer.weight` is the float parameter. After
-    `convert_`, it is the dequantized weight.
+    before and after `convert_` have the same bits, unless code other than the layers reads their weights. The backward
+    pass multiplies gradients by the quantized inputs and weights. For a value inside the range of the codes, the
+    quantization does not change the gradient. For a value outside of the range, the gradient is set to 0 (Jacob et al.
+    2018). Parameters stay the same objects, so an optimizer may be created before or after this call. Until `convert_`,
+    `layer.weight` is the float parameter. After `convert_`, it is the dequantized weight. The log of `convert_` names
+    the layers whose weights other code has read.
 
     Batch norms are folded into convolutions first, as in `quantize_`. The folded numbers are written into the
     parameters. From then on, training uses no statistics of batches for them. The bias of a batch norm becomes that of
@@ -309,6 +312,12 @@ def convert_(model: nn.Module) -> nn.Module:
             layer.observer.check(name, " in training mode" if isinstance(layer, QATLinear | _QATConv) else "")
     codes = _SharedCodes()
     new: dict[Any, Any] = {layer: codes.give(layer, layer.convert) for layer in prepared}
+    if read := [name for layer, name in prepared.items() if isinstance(layer, _NotesReads) and layer.is_read]:
+        LOG.info(
+            "convert_: code outside of these layers has read their weights, which were floats and are dequantized int8 "
+            "from now on, so results may change: %s",
+            ", ".join(dict.fromkeys(map(of_all_blocks, read))),
+        )
     result = _replace_layers("convert_", model, new, None)  # `prepare_` or `prepare_qat_` has warned already
     observed: list[Any] = [layer for layer in prepared if isinstance(layer, ObservedLinear | _ObservedConv)]
     _chain(result, {new[layer]: bool(layer.observer.low >= 0) for layer in observed})
@@ -443,6 +452,22 @@ class _Prepared(LoadsItsKind):
         return from_float(self, "static", weight=weight, input_scale=scale, input_zero_point=zero_point)
 
 
+class _NotesReads(nn.Module):
+    """A layer of `prepare_qat_`. It notes whether code other than torch's and ours reads its weight.
+
+    A `forward` that does so computes with floats until `convert_`. A compiled function leaves no note.
+    """
+
+    is_read = False
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight" and not torch.compiler.is_compiling():
+            reader: str = sys._getframe(1).f_globals.get("__name__", "")
+            if reader.partition(".")[0] not in ("torch", "amp_kernels"):
+                vars(self)["is_read"] = True
+        return super().__getattr__(name)
+
+
 class _PreparedLinear(_Prepared, nn.Linear):
     """`nn.Linear` for `convert_`. The weight of a Conv1D stays [in_features, out_features]."""
 
@@ -525,7 +550,7 @@ class ObservedLinear(_PreparedLinear):
         return F.linear(x, matrix(self)[outputs], None if self.bias is None else self.bias[outputs])
 
 
-class QATLinear(_PreparedLinear):
+class QATLinear(_NotesReads, _PreparedLinear):
     """`torch.nn.Linear` that computes in int8, as `Int8Linear`, and trains its float weight; `prepare_qat_` makes it.
 
     Attributes:
@@ -611,7 +636,7 @@ class _ObservedConvTranspose(_ObservedConv):
         return super().forward(x)
 
 
-class _QATConv(_PreparedConv):
+class _QATConv(_NotesReads, _PreparedConv):
     def forward(self: Any, x: Tensor) -> Tensor:
         check_images(self, x)
         weight = by_outputs(self)
@@ -703,7 +728,7 @@ class PreparedEmbedding(LoadsItsKind, nn.Embedding):
         return made
 
 
-class QATEmbedding(PreparedEmbedding):
+class QATEmbedding(_NotesReads, PreparedEmbedding):
     """`nn.Embedding` that returns the values of an `Int8Embedding` and trains its float table; see `prepare_qat_`."""
 
     def forward(self, index: Tensor) -> Tensor:

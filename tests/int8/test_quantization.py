@@ -426,6 +426,32 @@ def test_models_that_read_weights(kind):
         assert (found - floats).abs().max() < 4 * (expected - floats).abs().max()
 
 
+class ReadsAConvolution(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(1, 1, 3)
+
+    def forward(self, x):
+        return F.conv1d(self.conv(x), self.conv.weight)
+
+
+@pytest.mark.parametrize("mode", ["dynamic", "static"])
+def test_weights_that_were_read_in_training_are_named(mode, caplog):
+    """Their readers had floats until then."""
+    index, line = torch.arange(50).view(2, 25), torch.randn(2, 1, 20)
+    cases = (ReadsWeights(), index, "positions, wo, head"), (ReadsAConvolution(), line, "conv"), (Tied(), index, None)
+    for model, x, names in cases:
+        optimizer = torch.optim.SGD(prepare_qat_(model, mode).parameters(), 0.1)
+        model(x).square().mean().backward()
+        optimizer.step()
+        before = model.eval()(x)
+        caplog.clear()
+        with caplog.at_level("INFO", "amp_kernels"):
+            convert_(model)
+        assert torch.equal(model(x), before) == (names is None) and len(caplog.messages) == 1 + (names is not None)
+        assert names is None or caplog.messages[0].endswith(f"so results may change: {names}")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_tables_with_max_norm(kind):
     """In every mode, rows that are looked up have at most this norm. QAT looks up the rows of the later int8 table."""
