@@ -274,6 +274,8 @@ class OfSubclasses(nn.Module):
 @pytest.mark.parametrize("kind", KINDS)
 def test_subclasses_that_compute_the_same_are_converted(kind, table, dtype):
     model, index = OfSubclasses(table).to(dtype), torch.arange(50).view(2, 25)
+    if table is ScaledByABuffer:
+        model.table.embed_scale = torch.tensor(5.3)  # it is rounded in each call, as the weight may be of 16 bits
     original, expected = copy.deepcopy(model), model(index)
     if kind.startswith("qat"):
         prepare_qat_(model, kind.removeprefix("qat "))(index).square().sum().backward()
