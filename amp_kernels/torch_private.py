@@ -55,6 +55,16 @@ def is_in_backward() -> bool:
     return ask is not None and ask() != -1
 
 
+def has_global_hooks() -> bool:
+    """Return whether torch has hooks for the calls of all modules, as counters of operations register them.
+
+    If so, an `nn.Sequential` with int8 layers calls each of its layers as a module. If torch cannot tell, the answer is
+    True.
+    """
+    ask = getattr(torch.nn.modules.module, "_has_any_global_hook", None)
+    return ask is None or bool(ask())
+
+
 def note_skipped_step(optimizer: Any) -> None:
     """Tell torch's schedulers that a step of `optimizer` was due, although the host skipped it.
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .conversion import LoadsItsKind, additions, has_hooks
-from .int8 import check_is_not_nested
+from .int8 import check_is_dense
 
 # The last one is a mark that transformers leaves on every module of its models.
 _KEPT = {
@@ -152,7 +152,7 @@ class MultiheadAttention(LoadsItsKind):
         """
         if is_causal and attn_mask is None:
             raise RuntimeError("MultiheadAttention: attn_mask must be given with is_causal, got None")
-        check_is_not_nested("MultiheadAttention", query)
+        check_is_dense("MultiheadAttention", query)
         is_batched = query.dim() == 3
         _check_shapes(query, key, value, 1 - self.batch_first if is_batched else None)
         q, k, v = (self._batch_first(x, is_batched) for x in self._projected(query, key, value))

@@ -73,8 +73,9 @@ def terms(layer: Any) -> int:
 
 def has_hooks(module: nn.Module) -> bool:
     """Return whether a module has hooks of torch, or a hook of accelerate, which is a `forward` of the instance."""
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return "forward" in vars(module) or any(getattr(module, kind) for kind in kinds)
+    # Without a loop, because an Int8Sequential asks in each call.
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return "forward" in vars(module) or bool(hooks)
 
 
 def additions(layer: nn.Module) -> list[str]:

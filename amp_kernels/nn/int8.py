@@ -2,8 +2,8 @@
 
 `amp_kernels.quantization` puts them into a model. A layer stores its weight as int8 codes and fp32 scales, in buffers.
 `.half()` and `.to(dtype)` change the dtype of the layer. They do not change codes or scales. The results of an
-`Int8Embedding` have the layer's dtype. If the input of an `Int8Linear` is an `Int8Tensor`, its float results have the
-layer's dtype too, except under autocast.
+`Int8Embedding` have the layer's dtype. If the input of an `Int8Linear` is an `Int8Tensor`, its results have the layer's
+dtype too, except under autocast.
 
 `layer.weight` is a dequantized tensor in the layer's dtype. Each read makes a new tensor. Every operator that needs the
 elements of this tensor computes them from the codes. An operator that would change the tensor in place raises an error.
@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from .. import reference, torch_private
 from ..functional import Int8Tensor, fake_quantize_int8, int8_matmul, quantize_int8
 from ..ops import int8 as ops
-from ..ops.checks import why_not_loaded
+from ..ops.checks import check_are_tensors, why_not_loaded
 from ..ops.int8 import MAX_K
 from ..ops.library import call
 from .conversion import LoadsItsKind, by_outputs, factor_of, is_transposed, matrix
@@ -40,6 +40,7 @@ PANEL = 2**22
 ALL = slice(None)
 
 _Fn = Callable[[Tensor], Tensor]
+Affine = tuple[Tensor, Tensor] | None  # scale and zero point of a result in codes
 # A layer stores the name of its mode in a tensor. The names differ in length, so the mode is read from the shape of the
 # tensor, without a wait for the device. In a checkpoint of another mode the tensor has another shape, so every function
 # that loads checkpoints refuses such a checkpoint.
@@ -346,14 +347,13 @@ class Int8Weight(FixedDtypes):
 
 
 class Int8ProductLayer(Int8Weight):
-    """An int8 layer with a mode (`Int8Linear`), a bias, and scales for its inputs and outputs."""
+    """An int8 layer with a mode (`Int8Linear`), a bias, and a scale for its inputs if the mode is "static"."""
 
     mode_name: Tensor
     bias: nn.Parameter | None
     input_scale: Tensor | None
     input_zero_point: Tensor | None
-    output_scale: Tensor | None
-    output_zero_point: Tensor | None
+    _lowest_code = -128  # if it is the zero point, no code stands for a negative number
     _inputs: str  # what a product sums over
 
     def __init__(
@@ -371,11 +371,9 @@ class Int8ProductLayer(Int8Weight):
         self.register_buffer("mode_name", _ascii(mode, device))
         values = torch.zeros(shape[0], dtype=self.dtype, device=device) if bias else None
         self.bias = None if values is None else nn.Parameter(values)
-        for name in ("input", "output"):
-            given = mode == "static" and name == "input"
-            scale = torch.ones(1, dtype=torch.float32, device=device) if given else None
-            self.register_buffer(f"{name}_scale", scale)
-            self.register_buffer(f"{name}_zero_point", scale if scale is None else torch.zeros_like(scale).int())
+        scale = torch.ones(1, dtype=torch.float32, device=device) if mode == "static" else None
+        self.register_buffer("input_scale", scale)
+        self.register_buffer("input_zero_point", scale if scale is None else torch.zeros_like(scale).int())
 
     @staticmethod
     def _terms(shape: Sequence[int]) -> int:
@@ -396,12 +394,27 @@ class Int8ProductLayer(Int8Weight):
         self.bias, self.input_scale, self.input_zero_point = layer.bias, input_scale, input_zero_point
         self.train(layer.training)
 
-    def _check_may_return_codes(self) -> None:
-        if torch_private.is_transformed():
-            raise RuntimeError(
-                f"{type(self).__name__}: a layer that returns codes must not be called in a transform of torch.func or "
-                "in forward-mode differentiation, since codes have no derivative; use a mode other than 'static'"
-            )
+    def _compute(self, x: Tensor | Int8Tensor, codes: Affine = None, dtype: torch.dtype | None = None) -> Any:
+        """Return what the layer computes, without hooks.
+
+        Args:
+            x: The input.
+            codes: None, or the scale and the zero point of the result. It is then an `Int8Tensor` without a gradient.
+            dtype: Dtype of floats that are computed from an `Int8Tensor`. None stands for that of autocast or of the
+                layer.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def _on_codes(layer: nn.Module, x: Int8Tensor) -> Int8Tensor:
+        """Apply a max pooling or flattening layer to codes. The largest code stands for the largest number."""
+        if isinstance(layer, nn.MaxPool2d):
+            # torch has no max pooling of int8, except for few pixels. bf16 holds every code. Pooled in this way, codes
+            # of 4 x 64 x 112 x 112 take a CPU 1.24 times as long as floats. A window in the padding alone gives -inf.
+            values = layer(x.values.bfloat16()).clamp(min=-128).to(torch.int8)
+        else:
+            values = layer(x.values)
+        return Int8Tensor(values, x.scale, x.zero_point)
 
     def _check_multiplies_codes(self) -> None:
         if self.mode == "weight_only":
@@ -410,14 +423,20 @@ class Int8ProductLayer(Int8Weight):
             )
 
     def _product(
-        self, x: Tensor | Int8Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, returns_codes: bool
+        self,
+        x: Tensor | Int8Tensor,
+        weight: Tensor,
+        scale: Tensor,
+        bias: Tensor | None,
+        codes: Affine,
+        dtype: torch.dtype | None,
     ) -> Tensor:
         """Multiply rows [M, K] by codes [N, K] with scales [N, 1], as the mode says. The bias is [N]."""
-        if returns_codes and not isinstance(x, Int8Tensor):
+        if codes is not None and not isinstance(x, Int8Tensor):
             x = codes_of(x, self.input_scale, self.input_zero_point)
         if isinstance(x, Int8Tensor):
             self._check_multiplies_codes()
-            return int8_matmul(x, Int8Tensor(weight, scale, None, (1,)).t(), **self._result(bias))
+            return int8_matmul(x, Int8Tensor(weight, scale, None, (1,)).t(), **self._result(bias, codes, dtype))
         if self.mode == "weight_only":
             x = x.to(compute_dtype(x))
             # Transforms have no rule for the autograd function `_WeightOnly`. They get the reference, which consists of
@@ -427,14 +446,20 @@ class Int8ProductLayer(Int8Weight):
             return result
         return w8a8(x, weight, scale, bias, self.input_scale, self.input_zero_point, compute_dtype(x))
 
-    def _result(self, bias: Tensor | None) -> dict[str, Any]:
+    def _result(self, bias: Tensor | None, codes: Affine, dtype: torch.dtype | None) -> dict[str, Any]:
         """Return the arguments that say what becomes of the sums of codes."""
+        scale, zero_point = codes or (None, None)
         return {
             "bias": None if bias is None else bias.detach().float(),
-            "out_dtype": autocast_dtype(self.weight_codes.device) or self.dtype,
-            "out_scale": self.output_scale,
-            "out_zero_point": self.output_zero_point,
+            "out_dtype": dtype or autocast_dtype(self.weight_codes.device) or self.dtype,
+            "out_scale": scale,
+            "out_zero_point": zero_point,
         }
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
+        # Older state dicts hold a copy of the next layer's input scale for each layer that passed codes.
+        old = f"{prefix}output_scale", f"{prefix}output_zero_point"
+        super()._load_from_state_dict({k: v for k, v in state_dict.items() if k not in old}, prefix, *others)
 
     def _why_not_loaded(self, state_dict: Any, prefix: str, local_metadata: Any) -> list[str]:
         reasons = super()._why_not_loaded(state_dict, prefix, local_metadata)
@@ -464,7 +489,7 @@ class Int8Linear(Int8ProductLayer):
     |---|---|
     | `"weight_only"` | `x @ (weight_codes * weight_scale).T + bias`, in fp32, from the codes. |
     | `"dynamic"` | `int8_matmul` of codes. Each row of `x` is quantized, asymmetrically, by its own range. |
-    | `"static"` | Like `"dynamic"`, with one range for all of `x`. With `output_scale` the result is an `Int8Tensor`. |
+    | `"static"` | Like `"dynamic"`, with one range for all of `x`. |
 
     A weight-only layer multiplies by its codes. There are three exceptions, in which the compiled CUDA kernels
     dequantize the weight and torch multiplies:
@@ -482,8 +507,8 @@ class Int8Linear(Int8ProductLayer):
 
     Under autocast results have the dtype of autocast. Otherwise they have the dtype of `x`, or the layer's `dtype` if
     `x` is an `Int8Tensor`. The gradient of `x` is `grad @ weight`. In the modes `"dynamic"` and `"static"` the gradient
-    is 0 for values of `x` outside the range of the codes (Jacob et al. 2018). int8 results have no gradient. The weight
-    is frozen. The bias is a parameter in the dtype of the original layer.
+    is 0 for values of `x` outside the range of the codes (Jacob et al. 2018). The weight is frozen. The bias is a
+    parameter in the dtype of the original layer.
 
     The weights of a new layer are 0: load a state dict, or use `from_linear`.
 
@@ -503,8 +528,6 @@ class Int8Linear(Int8ProductLayer):
         bias: `[out_features]`, or None.
         input_scale: fp32 `[1]` of a static layer, else None.
         input_zero_point: int32 `[1]` of a static layer, else None.
-        output_scale: fp32 `[1]` if the layer returns codes, else None.
-        output_zero_point: int32 `[1]` if the layer returns codes, else None.
 
     Raises:
         ValueError: `mode` is unknown, or `in_features` is above 131071 and `mode` is not `"weight_only"`.
@@ -570,7 +593,7 @@ class Int8Linear(Int8ProductLayer):
         layer.is_transposed = is_transposed(linear)
         return layer
 
-    def forward(self, x: Tensor | Int8Tensor, outputs: slice = ALL) -> Tensor | Int8Tensor:
+    def forward(self, x: Tensor | Int8Tensor, outputs: slice = ALL) -> Tensor:
         """Apply the layer.
 
         Args:
@@ -579,40 +602,44 @@ class Int8Linear(Int8ProductLayer):
             outputs: Only these outputs are computed.
 
         Returns:
-            `[..., out_features]`, or with as many outputs as `outputs` selects: a tensor, or an `Int8Tensor` if the
-                layer has an `output_scale`.
+            `[..., out_features]`, or with as many outputs as `outputs` selects.
 
         Raises:
-            TypeError: `x` has another dtype, is nested, or is an `Int8Tensor` in the mode `"weight_only"`.
+            TypeError: `x` is no tensor, has another dtype, is nested, or is an `Int8Tensor` in the mode
+                `"weight_only"`.
             ValueError: The last dimension of `x` is not `in_features`.
-            RuntimeError: The layer returns codes, and is called inside a transform of `torch.func` or in forward-mode
-                differentiation.
 
         Examples:
             >>> layer = amp_kernels.nn.Int8Linear(16, 4, dtype=torch.bfloat16)
             >>> layer(torch.ones(2, 3, 16)).shape
             torch.Size([2, 3, 4])
         """
-        # Read only once, because for a small product the read of an attribute of an nn.Module takes a large part of the
-        # time of the call.
-        output_scale = self.output_scale
-        if output_scale is not None:
-            self._check_may_return_codes()
-        check_is_not_nested("Int8Linear", x)
+        result: Tensor = self._compute(x, outputs=outputs)
+        return result
+
+    def _compute(
+        self,
+        x: Tensor | Int8Tensor,
+        codes: Affine = None,
+        dtype: torch.dtype | None = None,
+        outputs: slice = ALL,
+    ) -> Any:
+        """Return what the layer computes; see `Int8ProductLayer`."""
+        check_is_dense("Int8Linear", x)
         shape = x.shape
         if not shape or shape[-1] != self.in_features:
             raise ValueError(f"Int8Linear: x must have shape (..., {self.in_features}), got {tuple(shape)}")
-        codes, scale = self.weight_codes, self.weight_scale
+        weight, scale = self.weight_codes, self.weight_scale
         bias: Tensor | None = self.bias
         if outputs is not ALL:
-            codes, scale, bias = codes[outputs], scale[outputs], None if bias is None else bias[outputs]
+            weight, scale, bias = weight[outputs], scale[outputs], None if bias is None else bias[outputs]
         if isinstance(x, Int8Tensor):
             rows: Tensor | Int8Tensor = Int8Tensor(_rows(x.values), x.scale, x.zero_point, x.dim, x.block_size)
         else:
             rows = _rows(x)
-        result = self._product(rows, codes, scale, bias, output_scale is not None)
-        values = result.reshape(*shape[:-1], codes.shape[0])
-        return values if output_scale is None else Int8Tensor(values, output_scale, self.output_zero_point)
+        result = self._product(rows, weight, scale, bias, codes, dtype)
+        values = result.reshape(*shape[:-1], weight.shape[0])
+        return values if codes is None else Int8Tensor(values, *codes)
 
     def extra_repr(self) -> str:
         """Return what `print(layer)` shows between the brackets.
@@ -624,10 +651,9 @@ class Int8Linear(Int8ProductLayer):
             >>> amp_kernels.nn.Int8Linear(16, 4).extra_repr()
             'in_features=16, out_features=4, bias=True, mode=weight_only'
         """
-        out = ", int8 out" if self.output_scale is not None else ""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"mode={self.mode}{out}"
+            f"mode={self.mode}"
         )
 
 
@@ -780,12 +806,14 @@ def codes_of(x: Tensor, scale: Tensor | None, zero_point: Tensor | None, dim: tu
     return quantize_int8(x, scale=scale, zero_point=zero_point)
 
 
-def check_is_not_nested(op: str, x: Tensor | Int8Tensor) -> None:
-    """Raise TypeError if `x` is nested.
+def check_is_dense(op: str, x: Tensor | Int8Tensor) -> None:
+    """Raise TypeError unless `x` is a tensor that is not nested.
 
     If the layers of an `nn.TransformerEncoder` were converted, but not the encoder itself, the encoder may pass nested
     tensors to these layers.
     """
+    if not isinstance(x, Int8Tensor):
+        check_are_tensors(op, x=x)
     if getattr(x, "is_nested", False):
         raise TypeError(
             f"{op}: x must be a dense tensor, got a nested one; pad it, or if an nn.TransformerEncoder made it, set "

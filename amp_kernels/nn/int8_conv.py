@@ -22,9 +22,10 @@ from .. import torch_private
 from ..functional import Int8Tensor, int8_conv2d
 from ..ops import int8 as ops
 from .int8 import (
+    Affine,
     Int8ProductLayer,
     Mode,
-    check_is_not_nested,
+    check_is_dense,
     check_scales_fit,
     codes_of,
     codes_to_share,
@@ -145,21 +146,24 @@ class _Int8ConvBase(Int8ProductLayer):
         """Return the arguments of the constructor between the size of the kernel and `bias`."""
         return conv.stride, conv.padding, conv.dilation
 
-    def _computed(self, x: Tensor | Int8Tensor, output_size: Sequence[int] | None = None) -> Any:
-        """Return the result for an input of any shape that fits."""
-        output_scale = self.output_scale
-        if output_scale is not None:
-            self._check_may_return_codes()
+    def _compute(
+        self,
+        x: Tensor | Int8Tensor,
+        codes: Affine = None,
+        dtype: torch.dtype | None = None,
+        output_size: Sequence[int] | None = None,
+    ) -> Any:
+        """Return what the layer computes; see `Int8ProductLayer`."""
         check_images(self, x)
         check_output_size(self, x, output_size)
         if isinstance(x, Int8Tensor):
             images: Any = Int8Tensor(images_of(x.values, self._dims), x.scale, x.zero_point, x.dim, x.block_size)
         else:
             images = images_of(x, self._dims)
-        values = from_images(self._of_images(images, output_scale is not None), self._dims, len(x.shape))
-        return values if output_scale is None else Int8Tensor(values, output_scale, self.output_zero_point)
+        values = from_images(self._of_images(images, codes, dtype), self._dims, len(x.shape))
+        return values if codes is None else Int8Tensor(values, *codes)
 
-    def _of_images(self, images: Any, returns_codes: bool) -> Tensor:
+    def _of_images(self, images: Any, codes: Affine, dtype: torch.dtype | None) -> Tensor:
         """Return the result [B, H, W, N] for images [B, H, W, C]."""
         raise NotImplementedError
 
@@ -176,8 +180,7 @@ class _Int8ConvBase(Int8ProductLayer):
         shown = [f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}"]
         shown += [f"padding={self.padding!r}"] * any(steps_of(self)["padding"])
         shown += [f"dilation={self.dilation}"] * any(step != 1 for step in self.dilation)
-        shown += ["bias=False"] * (self.bias is None) + [f"mode={self.mode}"]
-        return ", ".join(shown + ["int8 out"] * (self.output_scale is not None))
+        return ", ".join([*shown, *["bias=False"] * (self.bias is None), f"mode={self.mode}"])
 
 
 class _Int8Conv(_Int8ConvBase):
@@ -208,7 +211,7 @@ class _Int8Conv(_Int8ConvBase):
             )
         super().__init__(like, bias, mode, device, dtype)
 
-    def forward(self, x: Tensor | Int8Tensor) -> Tensor | Int8Tensor:
+    def forward(self, x: Tensor | Int8Tensor) -> Tensor:
         """Apply the layer.
 
         Args:
@@ -216,38 +219,36 @@ class _Int8Conv(_Int8ConvBase):
                 or fp32. In the modes `"dynamic"` and `"static"` also an `Int8Tensor` of this shape with one scale.
 
         Returns:
-            `[B, out_channels, H, W]`, with the sizes that `torch.nn.Conv2d` gives them, in channels_last memory. It is
-                a tensor, or an `Int8Tensor` if the layer has an `output_scale`.
+            `[B, out_channels, H, W]`, with the sizes that `torch.nn.Conv2d` gives them, in channels_last memory.
 
         Raises:
-            TypeError: `x` has another dtype, is nested, or is an `Int8Tensor` in the mode `"weight_only"`.
+            TypeError: `x` is no tensor, has another dtype, is nested, or is an `Int8Tensor` in the mode
+                `"weight_only"`.
             ValueError: The shape of `x` does not fit.
-            RuntimeError: The layer returns codes, and is called inside a transform of `torch.func` or in forward-mode
-                differentiation.
 
         Examples:
             >>> layer = amp_kernels.nn.Int8Conv2d(3, 8, 3, mode="dynamic")
             >>> layer(torch.ones(2, 3, 10, 10)).shape
             torch.Size([2, 8, 8, 8])
         """
-        result: Tensor | Int8Tensor = self._computed(x)
+        result: Tensor = self._compute(x)
         return result
 
-    def _of_images(self, images: Any, returns_codes: bool) -> Tensor:
+    def _of_images(self, images: Any, codes: Affine, dtype: torch.dtype | None) -> Tensor:
         scales = self.input_scale, self.input_zero_point
-        if returns_codes and not isinstance(images, Int8Tensor):
+        if codes is not None and not isinstance(images, Int8Tensor):
             images = codes_of(images, *scales)
         if isinstance(images, Int8Tensor):
             self._check_multiplies_codes()
             taps = Int8Tensor(self._taps(self.weight_codes), self._taps(self.weight_scale))
-            return int8_conv2d(images, taps, **steps_of(self), **self._result(self.bias))
+            return int8_conv2d(images, taps, **steps_of(self), **self._result(self.bias, codes, dtype))
         if self.mode == "weight_only":
             images = images.to(compute_dtype(images))
             bias: Tensor | None = self.bias
             bias = None if bias is None else bias.to(images.dtype)
             return convolve(images, self._taps(self._codes().dequantize(images.dtype)), bias, steps_of(self))
-        codes = self._taps(self.weight_codes), self._taps(self.weight_scale)
-        return w8a8_conv(images, *codes, self.bias, *scales, steps_of(self), compute_dtype(images))
+        weight = self._taps(self.weight_codes), self._taps(self.weight_scale)
+        return w8a8_conv(images, *weight, self.bias, *scales, steps_of(self), compute_dtype(images))
 
     @property
     def _order(self) -> tuple[int, ...]:
@@ -265,7 +266,7 @@ class Int8Conv2d(_Int8Conv):
     |---|---|
     | `"weight_only"` | `torch.nn.functional.conv2d` with the dequantized weight. It saves memory, not time. |
     | `"dynamic"` | `int8_conv2d` of codes. Each image is quantized, asymmetrically, by its own range. |
-    | `"static"` | Like `"dynamic"`, with one range for all images. With `output_scale` the result is an `Int8Tensor`. |
+    | `"static"` | Like `"dynamic"`, with one range for all images. |
 
     During a call of a weight-only layer, `weight_codes * weight_scale` is in memory, rounded to the dtype of `x`.
 
@@ -274,8 +275,8 @@ class Int8Conv2d(_Int8Conv):
 
     Under autocast results have the dtype of autocast. Otherwise they have the dtype of `x`, or the layer's `dtype` if
     `x` is an `Int8Tensor`. The gradient of `x` is that of a convolution with the dequantized weight. In the modes
-    `"dynamic"` and `"static"` it is 0 for values of `x` outside the range of the codes (Jacob et al. 2018). int8
-    results have no gradient. The weight is frozen. The bias is a parameter in the dtype of the original layer.
+    `"dynamic"` and `"static"` it is 0 for values of `x` outside the range of the codes (Jacob et al. 2018). The
+    weight is frozen. The bias is a parameter in the dtype of the original layer.
 
     The weights of a new layer are 0: load a state dict, or use `from_conv`.
 
@@ -300,8 +301,6 @@ class Int8Conv2d(_Int8Conv):
         bias: `[out_channels]`, or None.
         input_scale: fp32 `[1]` of a static layer, else None.
         input_zero_point: int32 `[1]` of a static layer, else None.
-        output_scale: fp32 `[1]` if the layer returns codes, else None.
-        output_zero_point: int32 `[1]` if the layer returns codes, else None.
 
     Raises:
         ValueError: `mode` is unknown, `padding` does not fit, or an output sums more than 131071 products and `mode` is
@@ -390,7 +389,7 @@ class _Int8ConvTranspose(_Int8ConvBase):
     def _order(self) -> tuple[int, ...]:
         return (self._dims + 1, *range(self._dims + 1))
 
-    def forward(self, x: Tensor | Int8Tensor, output_size: Sequence[int] | None = None) -> Tensor | Int8Tensor:
+    def forward(self, x: Tensor | Int8Tensor, output_size: Sequence[int] | None = None) -> Tensor:
         """Apply the layer.
 
         Args:
@@ -400,25 +399,23 @@ class _Int8ConvTranspose(_Int8ConvBase):
             output_size: None, or the size of the result, as in `torch.nn.ConvTranspose2d`. No other size is possible.
 
         Returns:
-            `[B, out_channels, H * kernel height, W * kernel width]` in channels_last memory. It is a tensor, or an
-                `Int8Tensor` if the layer has an `output_scale`.
+            `[B, out_channels, H * kernel height, W * kernel width]` in channels_last memory.
 
         Raises:
-            TypeError: `x` has another dtype, is nested, or is an `Int8Tensor` in the mode `"weight_only"`.
+            TypeError: `x` is no tensor, has another dtype, is nested, or is an `Int8Tensor` in the mode
+                `"weight_only"`.
             ValueError: The shape of `x` does not fit, or `output_size` is not the size of the result.
-            RuntimeError: The layer returns codes, and is called inside a transform of `torch.func` or in forward-mode
-                differentiation.
 
         Examples:
             >>> layer = amp_kernels.nn.Int8ConvTranspose2d(8, 3, 2, mode="dynamic")
             >>> layer(torch.ones(2, 8, 10, 10)).shape
             torch.Size([2, 3, 20, 20])
         """
-        result: Tensor | Int8Tensor = self._computed(x, output_size)
+        result: Tensor = self._compute(x, output_size=output_size)
         return result
 
-    def _of_images(self, images: Any, returns_codes: bool) -> Tensor:
-        multiply = partial(self._product, returns_codes=returns_codes)
+    def _of_images(self, images: Any, codes: Affine, dtype: torch.dtype | None) -> Tensor:
+        multiply = partial(self._product, codes=codes, dtype=dtype)
         return up_convolve(images, self.weight_codes, self.weight_scale, self.bias, multiply)
 
 
@@ -434,7 +431,7 @@ class Int8ConvTranspose2d(_Int8ConvTranspose):
     |---|---|
     | `"weight_only"` | The product of the pixels by the dequantized weight, as in `Int8Linear`. |
     | `"dynamic"` | `int8_matmul` of codes. Each pixel is quantized, asymmetrically, by the range of its channels. |
-    | `"static"` | Like `"dynamic"`, with one range for all pixels. With `output_scale` the result is an `Int8Tensor`. |
+    | `"static"` | Like `"dynamic"`, with one range for all pixels. |
 
     There is one scale per output channel. A call copies the codes of the weight into the order of the result.
 
@@ -460,8 +457,6 @@ class Int8ConvTranspose2d(_Int8ConvTranspose):
         bias: `[out_channels]`, or None.
         input_scale: fp32 `[1]` of a static layer, else None.
         input_zero_point: int32 `[1]` of a static layer, else None.
-        output_scale: fp32 `[1]` if the layer returns codes, else None.
-        output_zero_point: int32 `[1]` if the layer returns codes, else None.
 
     Raises:
         ValueError: `mode` is unknown, or `in_channels` is above 131071 and `mode` is not `"weight_only"`.
@@ -504,31 +499,6 @@ class Int8ConvTranspose1d(_Int8ConvTranspose):
 
     _dims = 1
     _float_class = nn.ConvTranspose1d
-
-
-class OnCodes(nn.Module):
-    """A max pooling or flattening layer between layers that pass codes.
-
-    The largest code stands for the largest number. So the layer computes on codes what it would compute on numbers.
-    """
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor | Int8Tensor) -> Tensor | Int8Tensor:
-        """Apply the layer to the codes."""
-        if not isinstance(x, Int8Tensor):  # the layer before was changed, or is not called
-            result: Tensor = self.layer(x)
-            return result
-        values = x.values
-        if isinstance(self.layer, nn.MaxPool2d):
-            # torch has no max pooling of int8, except for few pixels. bf16 holds every code. Pooled in this way, codes
-            # of 4 x 64 x 112 x 112 take a CPU 1.24 times as long as floats. A window in the padding alone gives -inf.
-            values = self.layer(values.bfloat16()).clamp(min=-128).to(torch.int8)
-        else:
-            values = self.layer(values)
-        return Int8Tensor(values, x.scale, x.zero_point)
 
 
 # ------------------------------------------------------------------------------------------------------ the product
@@ -588,7 +558,7 @@ def up_convolve(
 def check_images(layer: Any, x: Tensor | Int8Tensor) -> None:
     """Raise an error unless `x` is a dense tensor of images or lines with the channels of a convolution."""
     kind = type(layer).__name__
-    check_is_not_nested(kind, x)
+    check_is_dense(kind, x)
     shape, dims = x.shape, len(layer.kernel_size)
     if len(shape) not in (dims + 1, dims + 2) or shape[-dims - 1] != layer.in_channels:
         sizes = f"{layer.in_channels}, {('L', 'H, W')[dims - 1]}"

@@ -74,14 +74,13 @@ from ..nn.int8 import (
     ALL,
     FixedDtypes,
     Int8Weight,
-    check_is_not_nested,
+    check_is_dense,
     codes_of_weight,
     compute_dtype,
     scaled_rows,
     w8a8,
 )
 from ..nn.int8_conv import (
-    OnCodes,
     check_images,
     check_output_size,
     from_images,
@@ -92,6 +91,7 @@ from ..nn.int8_conv import (
     up_convolve,
     w8a8_conv,
 )
+from ..nn.int8_sequential import Int8Sequential
 from ..ops.int8 import MAX_K
 from ..ops.table import DTYPE_CODES
 from .folding import FoldedBatchNorm, folded, is_batch_norm
@@ -319,8 +319,10 @@ def convert_(model: nn.Module) -> nn.Module:
             ", ".join(dict.fromkeys(map(of_all_blocks, read))),
         )
     result = _replace_layers("convert_", model, new, None)  # `prepare_` or `prepare_qat_` has warned already
-    observed: list[Any] = [layer for layer in prepared if isinstance(layer, ObservedLinear | _ObservedConv)]
-    _chain(result, {new[layer]: bool(layer.observer.low >= 0) for layer in observed})
+    observed = {new[layer] for layer in prepared if isinstance(layer, ObservedLinear | _ObservedConv)}
+    for parent in result.modules():
+        if type(parent) is nn.Sequential and sum(layer in observed for layer in parent) > 1:
+            parent.__class__ = Int8Sequential  # the object stays the same
     return result
 
 
@@ -545,7 +547,7 @@ class ObservedLinear(_PreparedLinear):
             torch.Size([3, 1])
         """
         assert self.observer is not None
-        check_is_not_nested("ObservedLinear", x)
+        check_is_dense("ObservedLinear", x)
         self.observer(x)
         return F.linear(x, matrix(self)[outputs], None if self.bias is None else self.bias[outputs])
 
@@ -595,7 +597,7 @@ class QATLinear(_NotesReads, _PreparedLinear):
             >>> layer(torch.ones(3, 2)).shape
             torch.Size([3, 1])
         """
-        check_is_not_nested("QATLinear", x)
+        check_is_dense("QATLinear", x)
         rows = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
         weight, bias = matrix(self)[outputs], None if self.bias is None else self.bias[outputs]
         result = w8a8(rows, weight, None, bias, *self._affine_of(rows), compute_dtype(x), not self.training)
@@ -624,7 +626,7 @@ class _PreparedConv(_Prepared):
 class _ObservedConv(_PreparedConv):
     def forward(self, x: Tensor) -> Tensor:
         assert self.observer is not None
-        check_is_not_nested(type(self).__name__, x)
+        check_is_dense(type(self).__name__, x)
         self.observer(x)
         result: Tensor = super().forward(x)
         return result
@@ -966,52 +968,3 @@ def _switch_off_fused_kernels(model: nn.Module, new: set[nn.Module]) -> None:
                 parent.activation_relu_or_gelu = 0
             else:  # with a padding mask the encoder would make nested tensors, which only the fused kernels can read
                 parent.use_nested_tensor = False
-
-
-def _chain(model: nn.Module, static: Mapping[Any, bool]) -> None:
-    """Let a static layer return codes if the next layer is static, with only layers between them that can pass codes.
-
-    Each of these layers must be used only once in the model. Layers that do nothing may be used again. `static` maps
-    each static layer to whether no input of it was negative, as after a ReLU.
-    """
-    uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
-    for parent in model.modules():
-        if type(parent) is not nn.Sequential:
-            continue
-        layers: list[Any] = list(parent)
-        for i, first in enumerate(layers):
-            if first not in static:
-                continue
-            end = next((j for j in range(i + 1, len(layers)) if not _passes_codes(layers[j])), len(layers))
-            second: Any = layers[end] if end < len(layers) else None
-            between = range(i + 1, end)
-            alone = [first, second, *(layers[j] for j in between if not isinstance(layers[j], nn.Identity))]
-            if second not in static or any(uses[id(layer)] != 1 for layer in alone):
-                continue
-            assert second.input_scale is not None and second.input_zero_point is not None
-            has_relu = any(type(layers[j]) is nn.ReLU for j in between)
-            if has_relu and not static[second]:  # the ReLU was not called
-                continue
-            if has_relu:
-                # After a ReLU the range begins at 0, so the zero point is -128 already, with one exception. If all
-                # values were 0, the zero point is 0. It becomes -128 here, so that the smallest code stands for 0.
-                second.input_zero_point = torch.full_like(second.input_zero_point, -128)
-            for j in between:
-                parent[j] = _on_codes(layers[j]).train(layers[j].training)
-            # Copies, because safetensors refuses tensors that share memory.
-            first.output_scale = second.input_scale.clone()
-            first.output_zero_point = second.input_zero_point.clone()
-
-
-def _passes_codes(layer: nn.Module) -> bool:
-    """Return whether a layer without a weight computes the same from codes as from the numbers they stand for."""
-    if type(layer) is nn.MaxPool2d and layer.return_indices:
-        return False
-    return type(layer) in (nn.Identity, FoldedBatchNorm, nn.ReLU, nn.MaxPool2d, nn.Flatten) and not has_hooks(layer)
-
-
-def _on_codes(layer: nn.Module) -> nn.Module:
-    """Return the layer that takes the place of `layer` between layers that pass codes."""
-    if type(layer) in (nn.MaxPool2d, nn.Flatten):
-        return OnCodes(layer)
-    return nn.Identity() if type(layer) is nn.ReLU else layer

@@ -37,7 +37,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..nn import Int8Conv1d, Int8Conv2d, Int8ConvTranspose1d, Int8ConvTranspose2d, Int8Embedding, Int8Linear
 from ..nn.conversion import check_model, exchange, has_hooks
 from ..nn.int8 import ALL, Int8ProductLayer, Int8Weight, scaled_rows
-from ..nn.int8_conv import OnCodes, check_output_size, steps_of
+from ..nn.int8_conv import check_output_size, steps_of
+from ..nn.int8_sequential import Int8Sequential
 
 OPSET = 18  # torch exports it without a conversion to another version
 MAX_TERMS = 2**31 // (255 * 127)  # in runtimes, a code minus its zero point is up to 255, and a sum is an int32
@@ -74,10 +75,10 @@ def export_onnx(
             int8 layer is a subclass of those in `amp_kernels.nn`. Or `example` is neither a tensor nor a tuple, or has
             too few or too many arguments.
         ValueError: `model` or a module in it is in training mode. Or `model` has no int8 layers, has prepared layers,
-            is not on the CPU, or calls a layer that is not one of its children. Or an int8 layer, or a layer between
-            two that pass codes, has hooks. Or an int8 layer has a zero point outside of int8, or sums more than 66311
-            products for an output in a mode other than `"weight_only"`. Or an input of a convolution has no batch
-            dimension, an `output_size` does not fit, or `example` has no tensor.
+            is not on the CPU, or calls a layer that is not one of its children. Or an int8 layer has hooks, or has a
+            zero point outside of int8, or sums more than 66311 products for an output in a mode other than
+            `"weight_only"`. Or an input of a convolution has no batch dimension, an `output_size` does not fit, or
+            `example` has no tensor.
         FileNotFoundError: The folder of `path` does not exist.
         ImportError: The packages of the extra `onnx` are not installed.
 
@@ -164,26 +165,21 @@ def _check(model: nn.Module, example: object, arguments: tuple[Any, ...], path: 
             raise TypeError(f"{op}: model and example must be float32, got {dtype}; call .float() on both")
     for layer, name in layers.items():
         if type(layer) not in _STAND_INS:
-            known = ", ".join(kind.__name__ for kind in _STAND_INS if issubclass(kind, Int8Weight))
+            known = ", ".join(kind.__name__ for kind in _STAND_INS)
             raise TypeError(f"{op}: {name!r} must be one of {known}, got {type(layer).__name__}; leave it in float")
-        for side in ("input", "output"):
-            zero_point = getattr(layer, f"{side}_zero_point", None)
-            if zero_point is not None and not -128 <= zero_point.item() <= 127:
-                raise ValueError(
-                    f"{op}: {side}_zero_point of {name!r} must be from -128 to 127, as int8 codes are, got "
-                    f"{zero_point.item()}; take that of MinMaxObserver, or of prepare_ and convert_"
-                )
+        zero_point = getattr(layer, "input_zero_point", None)
+        if zero_point is not None and not -128 <= zero_point.item() <= 127:
+            raise ValueError(
+                f"{op}: input_zero_point of {name!r} must be from -128 to 127, as int8 codes are, got "
+                f"{zero_point.item()}; take that of MinMaxObserver, or of prepare_ and convert_"
+            )
         terms = layer._terms(layer.weight_codes.shape) if isinstance(layer, Int8ProductLayer) else 0
         if terms > MAX_TERMS and layer.mode != "weight_only":
             raise ValueError(
                 f"{op}: the outputs of {name!r} must sum at most {MAX_TERMS} products, since runtimes sum in int32, "
                 f"got {terms}; convert the model in the mode 'weight_only', or leave the layer out with filter_fn"
             )
-    exchanged = {name: layer for name, layer in model.named_modules() if type(layer) in _STAND_INS}
-    # The layer in an OnCodes would get floats.
-    exchanged |= {f"{name}.layer": layer.layer for name, layer in exchanged.items() if isinstance(layer, OnCodes)}
-    for name, module in exchanged.items():
-        if has_hooks(module):
+        if has_hooks(layer):
             raise ValueError(f"{op}: {name!r} must have no hooks, since the file would lose them; remove them first")
     if not path.absolute().parent.is_dir():
         raise FileNotFoundError(f"{op}: the folder of path must exist, got {str(path)!r}; create it first")
@@ -269,12 +265,13 @@ class _Product(_StandIn):
     weight_codes: Tensor
     weight_scale: Tensor
     weight_zero_point: Tensor
+    roomy_codes: Tensor  # the weight of a product whose results are codes (`_with_room`)
+    roomy_scale: Tensor
     bias: nn.Parameter | None  # as in the layer, for models that read it
     repeats: int  # how many outputs in a row have the same bias
     input_scale: Tensor
     input_zero_point: Tensor
-    output_scale: Tensor | None
-    output_zero_point: Tensor
+    _lowest_code = 0
     axis: int  # the dimension of the outputs in `weight_codes`
     order: tuple[int, ...]  # for each dimension of the weight, the dimension of `weight_codes`
     # The shapes in which a number for each output broadcasts with the weight and with a result.
@@ -284,23 +281,35 @@ class _Product(_StandIn):
 
     def __init__(self, layer: Any, codes: Tensor, repeats: int = 1) -> None:
         scale = layer.weight_scale.flatten().repeat(repeats)
-        if layer.output_scale is not None and layer.bias is not None:
-            codes, scale = _with_room(codes.movedim(self.axis, 0), scale, layer.bias.repeat(repeats), layer.input_scale)
-            codes = codes.movedim(0, self.axis)
         tensors: dict[str, Tensor | None] = {"weight_codes": _unsigned(codes), "weight_scale": scale}
         tensors["weight_zero_point"] = torch.full_like(scale, 128, dtype=torch.uint8)
-        for side in ("input", "output"):
-            given, zero_point = getattr(layer, f"{side}_scale"), getattr(layer, f"{side}_zero_point")
-            tensors[f"{side}_scale"] = None if given is None else given.reshape(())
-            tensors[f"{side}_zero_point"] = None if given is None else _unsigned(zero_point).reshape(())
+        input_scale = layer.input_scale
+        if input_scale is not None:
+            if layer.bias is not None:
+                codes, scale = _with_room(codes.movedim(self.axis, 0), scale, layer.bias.repeat(repeats), input_scale)
+                codes = codes.movedim(0, self.axis)
+            tensors |= {"roomy_codes": _unsigned(codes), "roomy_scale": scale, "input_scale": input_scale.reshape(())}
+            tensors["input_zero_point"] = _unsigned(layer.input_zero_point).reshape(())
+        else:
+            tensors["input_scale"] = None
         super().__init__(layer, bias=layer.bias, **tensors)
         self.mode, self.repeats = layer.mode, repeats
 
-    def forward(self, x: Tensor | _Codes, outputs: slice = ALL) -> Tensor | _Codes:
-        weight = _Codes(self.weight_codes, self.weight_scale, self.weight_zero_point)
+    def forward(self, x: Tensor | _Codes, outputs: slice = ALL) -> Any:
+        return self._compute(x, outputs=outputs)
+
+    def _compute(
+        self, x: Tensor | _Codes, passed: tuple[Tensor, Tensor] | None = None, dtype: Any = None, outputs: slice = ALL
+    ) -> Any:
+        """Return floats. If `passed` has a scale and a zero point, return codes."""
         bias: Tensor | None = self.bias
         if bias is not None and self.repeats > 1:
             bias = bias.repeat(self.repeats)
+        if passed is not None:
+            codes = x if isinstance(x, _Codes) else self.codes_of(x)
+            weight = _Codes(self.roomy_codes, self.roomy_scale, self.weight_zero_point)
+            return _Codes.of(self.multiply(codes.dequantized(), weight.dequantized(self.axis), bias), *passed)
+        weight = _Codes(self.weight_codes, self.weight_scale, self.weight_zero_point)
         if outputs is not ALL:  # of a linear layer
             weight = _Codes(weight.values[:, outputs], weight.scale[outputs], weight.zero_point[outputs])
             bias = None if bias is None else bias[outputs]
@@ -309,9 +318,6 @@ class _Product(_StandIn):
             # changes results by 0.5%.
             return self.multiply(x, self.numbers(weight), bias)
         codes = x if isinstance(x, _Codes) else self.codes_of(x)
-        if self.output_scale is not None:
-            result = self.multiply(codes.dequantized(), weight.dequantized(self.axis), bias)
-            return _Codes.of(result, self.output_scale, self.output_zero_point)
         if self.mode == "static":
             sums = self.sums(codes, weight, codes.zero_point)
         else:
@@ -320,6 +326,11 @@ class _Product(_StandIn):
             sums = self.sums(codes, weight, None) - codes.zero_point.int() * self.sums_of_weights(codes, weight).int()
         result = sums.float() * (codes.scale * weight.scale.reshape(self.for_result))
         return result if bias is None else result + bias.reshape(self.for_result)
+
+    @staticmethod
+    def _on_codes(layer: nn.Module, x: _Codes) -> _Codes:
+        """Apply a layer to codes. Runtimes do so, and drop the operators around it."""
+        return _Codes.of(layer(x.dequantized()), x.scale, x.zero_point)
 
     @property
     def weight(self) -> Tensor:
@@ -407,14 +418,14 @@ class _Conv(_Product):
         self.order, self.reduced = tuple(range(dims + 2)), tuple(range(1, dims + 2))
         self.steps = {name: step[-dims:] for name, step in steps_of(layer).items()}
 
-    def forward(self, x: Tensor | _Codes, outputs: slice = ALL) -> Tensor | _Codes:
+    def _compute(self, x: Tensor | _Codes, *passed: Any, **outputs: Any) -> Any:
         dims, expected = (x.values if isinstance(x, _Codes) else x).dim(), self.weight_codes.dim()
         if dims != expected:
             raise ValueError(
                 f"export_onnx: the input of a convolution must have {expected} dimensions, the first for the batch, "
                 f"got {dims}"
             )
-        return super().forward(x, outputs)
+        return super()._compute(x, *passed, **outputs)
 
     def multiply(self, x: Any, weight: Tensor, bias: Tensor | None) -> Tensor:
         convolve = F.conv1d if weight.dim() == 3 else F.conv2d
@@ -457,9 +468,12 @@ class _ConvTranspose(_Conv):
         weight = super().weight.flatten(1)
         return weight.unflatten(0, (*self.kernel, -1)).movedim((-1, -2), (0, 1))
 
-    def forward(self, x: Tensor | _Codes, output_size: Any = None) -> Tensor | _Codes:
-        check_output_size(self._layer, x.values if isinstance(x, _Codes) else x, output_size)
-        result = super().forward(x)
+    def forward(self, x: Tensor, output_size: Any = None) -> Any:
+        check_output_size(self._layer, x, output_size)
+        return self._compute(x)
+
+    def _compute(self, x: Tensor | _Codes, *passed: Any, **outputs: Any) -> Any:
+        result = super()._compute(x, *passed, **outputs)
         if isinstance(result, _Codes):
             return result._replace(values=self.blocks(result.values))
         return self.blocks(result)
@@ -488,23 +502,6 @@ class _Embedding(_StandIn):
         return scaled_rows(self, rows)
 
 
-class _OnCodes(_StandIn):
-    """Stands in for a max pooling or flattening layer between layers that pass codes.
-
-    Runtimes apply the layer to the codes, and drop the operators around it.
-    """
-
-    def __init__(self, layer: OnCodes) -> None:
-        super().__init__(layer)
-        self.layer = layer.layer
-
-    def forward(self, x: Tensor | _Codes) -> Tensor | _Codes:
-        if not isinstance(x, _Codes):  # as in `OnCodes`
-            result: Tensor = self.layer(x)
-            return result
-        return _Codes.of(self.layer(x.dequantized()), x.scale, x.zero_point)
-
-
 _STAND_INS: dict[type[nn.Module], Any] = {
     Int8Linear: _Linear,
     Int8Conv1d: _Conv,
@@ -512,8 +509,8 @@ _STAND_INS: dict[type[nn.Module], Any] = {
     Int8ConvTranspose1d: _ConvTranspose,
     Int8ConvTranspose2d: _ConvTranspose,
     Int8Embedding: _Embedding,
-    OnCodes: _OnCodes,
 }
+Int8Sequential.products |= {_Linear, _Conv, _ConvTranspose}
 
 
 @contextlib.contextmanager

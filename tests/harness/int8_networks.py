@@ -2,7 +2,9 @@
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from amp_kernels.nn.int8 import Int8ProductLayer
 from amp_kernels.quantization import convert_, prepare_, quantize_
 
 MODES = ("weight_only", "dynamic", "static")
@@ -13,6 +15,22 @@ def converted(model, mode, x):
         return quantize_(model, mode)
     prepare_(model)(x)
     return convert_(model)
+
+
+class _Quantizations(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += str(func) == "amp_kernels.quantize_int8.default"
+        return func(*args, **kwargs or {})
+
+
+@torch.no_grad()
+def codes_passed(model, x):
+    """Return how many int8 layers get codes from the layer before. The others quantize their inputs."""
+    with _Quantizations() as quantizations:
+        model(x)
+    return sum(isinstance(layer, Int8ProductLayer) for layer in model.modules()) - quantizations.count
 
 
 def batch_norms(model):

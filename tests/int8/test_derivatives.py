@@ -227,16 +227,24 @@ def test_what_no_transform_knows_says_so():
         with pytest.raises(RuntimeError, match=r"range must be recorded outside of .* torch\.func; .* call eval\(\)"):
             transform()
     assert torch.equal(layer.observer.low, ranges)
-    model = prepare_(nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)))
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_layers_that_may_pass_codes_have_derivatives(training):
+    model, x = prepare_(nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))), randn(4, 16)
     model(x)
-    convert_(model)
-    for transform in (
-        lambda: grad(lambda x: model(x).sum())(x),
-        lambda: jvp(model, (x,), (x,)),
-        lambda: jacrev(model)(x),
-    ):
-        with pytest.raises(RuntimeError, match="Int8Linear: a layer that returns codes must not be called in"):
-            transform()
+    convert_(model).train(training)
+    x.requires_grad_()
+    parameters = [x, *model.parameters()]
+    expected, *of_biases = torch.autograd.grad(model[2](model[1](model[0](x))).sum(), parameters)
+    found = torch.autograd.grad(model(x).sum(), parameters)
+    torch.testing.assert_close(found, (expected, *of_biases))
+    x = x.detach()
+    if training:
+        torch.testing.assert_close(torch.autograd.grad(model(x).sum(), parameters[1:]), tuple(of_biases))
+    torch.testing.assert_close(grad(lambda x: model(x).sum())(x), expected)
+    torch.testing.assert_close(jvp(model, (x,), (torch.ones_like(x),))[1].sum(), expected.sum())
+    torch.testing.assert_close(jacrev(model)(x).sum((0, 1)), expected)
 
 
 # ---------------------------------------------------------------------------------------- activation checkpointing

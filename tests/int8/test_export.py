@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from int8_networks import MODES, converted, mobilenet, resnet
+from int8_networks import MODES, codes_passed, converted, mobilenet, resnet
 from torch import nn
 
 import amp_kernels
@@ -137,7 +137,7 @@ def test_codes_between_layers(run):
     layers = [nn.Conv2d(16, 8, 3), nn.ReLU(), nn.MaxPool2d(2, padding=1), nn.Flatten(), last]
     x = randn(64, 16, 14, 14)
     int8 = converted(nn.Sequential(*layers).eval(), "static", x)
-    assert int8[0].output_scale is not None
+    assert codes_passed(int8, x) == 1
     codes = ((run(int8, x) - int8(x)) / int8[-1].input_scale).round()
     # A tie may be rounded differently, because the product is one of floats here.
     assert codes.abs().max() <= 1 and codes.count_nonzero() <= 1e-4 * codes.numel()
@@ -165,8 +165,9 @@ def test_a_bias_fits_in_the_sums(name, factor):
     first.bias.copy_(torch.tensor([0.3, -1, 0, 20, 2e4, -0.2, 0.1, 0]) / (1 if name == "long sums" else 20))
     x = randn(*shape)
     model = converted(nn.Sequential(first, make_next()).eval(), "static", x)
-    assert model[0].output_scale is not None
+    assert codes_passed(model, x) == 1
     product = onnx._STAND_INS[type(model[0])](model[0])
+    product.weight_codes, product.weight_scale = product.roomy_codes, product.roomy_scale
     codes = (product.weight_codes.movedim(product.axis, 0).flatten(1).double() - 128).abs().sum(1)
     step = product.input_scale.double() * product.weight_scale.double()
     bias = product.bias.double().repeat(product.repeats)
@@ -297,7 +298,7 @@ def test_layers_return_after_an_error_half_way(monkeypatch):
 
 
 # --------------------------------------------------------------------------------------------------------- errors
-X, IMAGES = torch.ones(2, 16), torch.ones(2, 3, 8, 8)
+X = torch.ones(2, 16)
 
 
 def model(mode="weight_only"):
@@ -310,18 +311,9 @@ def hooked():
     return made
 
 
-def pooled(of_codes):
-    """A network with a hook on the layer for codes that its pooling has become, or on the pooling in it."""
-    layers = [nn.Conv2d(3, 4, 3, padding=1), nn.MaxPool2d(2), nn.Conv2d(4, 4, 3)]
-    made = converted(nn.Sequential(*layers).eval(), "static", IMAGES)
-    assert made[0].output_scale is not None
-    (made[1] if of_codes else made[1].layer).register_forward_hook(lambda *_: None)
-    return made
-
-
-def beyond_int8(side, zero_point):
+def beyond_int8(zero_point):
     made = converted(nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 8)).eval(), "static", X)
-    getattr(made[0], f"{side}_zero_point").fill_(zero_point)
+    made[0].input_zero_point.fill_(zero_point)
     return made
 
 
@@ -380,15 +372,9 @@ REFUSED = {
         r"model must be in eval mode, got '1' in training mode; call model.eval\(\)",
     ),
     "zero point of inputs": (
-        lambda: beyond_int8("input", 300), X, ValueError,
+        lambda: beyond_int8(300), X, ValueError,
         "input_zero_point of '0' must be from -128 to 127, .* got 300",
     ),
-    "zero point of outputs": (
-        lambda: beyond_int8("output", -129), X, ValueError,
-        "output_zero_point of '0' must be from -128 to 127, .* got -129",
-    ),
-    "hooks on codes": (lambda: pooled(True), IMAGES, ValueError, "'1' must have no hooks, since the file would lose"),
-    "hooks in codes": (lambda: pooled(False), IMAGES, ValueError, "'1.layer' must have no hooks, since the file"),
     "hooks": (hooked, X, ValueError, "'0' must have no hooks, since the file would lose them"),
     "a subclass": (
         lambda: nn.Sequential(Inherits(4, 4)).eval(), X, TypeError,
