@@ -230,12 +230,15 @@ class LoadsItsKind(nn.Module):
                 given = state_dict.get(f"{prefix}{key}")
                 if own is None or not isinstance(given, Tensor):
                     continue
-                if key == name and own.is_floating_point() == given.is_floating_point():
+                is_float, are_integers = own.is_floating_point(), not given.is_floating_point()
+                if key == name and (own.dtype == given.dtype or (is_float and not are_integers)):
                     continue
-                expected = "floats" if own.is_floating_point() else "codes"
+                expected = "floats" if is_float else "codes"
                 expected += "" if key == name else f" called {name}"
-                if own.is_floating_point():
+                if is_float:
                     remedy = "make the model int8 first, in the same way as the saved model"
+                elif key == name and are_integers:
+                    expected, remedy = str(own.dtype), "save it in the dtype that the int8 layer has"
                 else:
                     remedy = "load floats first, then quantize the model"
                 reasons.append(f"load_state_dict: {prefix}{key} must be {expected}, got {given.dtype}; {remedy}")

@@ -22,6 +22,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .. import reference, torch_private
@@ -32,7 +33,7 @@ from ..ops.int8 import MAX_K
 from ..ops.library import call
 from .conversion import LoadsItsKind, by_outputs, factor_of, is_transposed, matrix
 
-Mode = Literal["weight_only", "dynamic", "static"]
+Mode = Literal["weight_only", "weight-only", "dynamic", "static"]
 MODES: tuple[Mode, ...] = ("weight_only", "dynamic", "static")
 # A backward pass dequantizes about this many elements of a weight at a time. They take 8 MB in 16 bits, and are enough
 # for a fast product.
@@ -359,7 +360,7 @@ class Int8ProductLayer(Int8Weight):
     def __init__(
         self, shape: Sequence[int], bias: bool, mode: Mode, device: torch.device | str | None, dtype: torch.dtype | None
     ) -> None:
-        kind, inputs = type(self).__name__, self._terms(shape)
+        kind, inputs, mode = type(self).__name__, self._terms(shape), known_mode(mode)
         if mode not in MODES:
             raise ValueError(f"{kind}: mode must be one of {', '.join(MODES)}, got {mode!r}")
         if mode != "weight_only" and inputs > MAX_K:
@@ -386,11 +387,11 @@ class Int8ProductLayer(Int8Weight):
         return _MODE_OF_LENGTH[int(self.mode_name.numel())]  # in torch.jit.trace, numel() returns a tensor
 
     def _take_over(
-        self, layer: Any, mode: Mode, codes: Int8Tensor, input_scale: Tensor | None, input_zero_point: Tensor | None
+        self, layer: Any, codes: Int8Tensor, input_scale: Tensor | None, input_zero_point: Tensor | None
     ) -> None:
         """Take the place of the float layer `layer`, with its codes, its bias and its training mode."""
         self._share(codes, layer.weight.dtype)
-        self.mode_name = _ascii(mode, codes.values.device)
+        self.mode_name = _ascii(self.mode, codes.values.device)
         self.bias, self.input_scale, self.input_zero_point = layer.bias, input_scale, input_zero_point
         self.train(layer.training)
 
@@ -464,13 +465,23 @@ class Int8ProductLayer(Int8Weight):
     def _why_not_loaded(self, state_dict: Any, prefix: str, local_metadata: Any) -> list[str]:
         reasons = super()._why_not_loaded(state_dict, prefix, local_metadata)
         name, codes = (state_dict.get(prefix + key) for key in ("mode_name", "weight_codes"))
-        given = None if name is None else _MODE_OF_LENGTH.get(name.numel())
-        if given == self.mode or (name is None and codes is None):
+        if reasons or (name is None and codes is None):
             return reasons
-        return reasons or [
+        if type(name) is not Tensor or name.is_meta:  # without values
+            given: str | None = None if name is None else _MODE_OF_LENGTH.get(name.numel())
+        else:
+            given = bytes(name.flatten().tolist()).decode(errors="replace")
+        if given == self.mode:
+            return []
+        return [
             f"load_state_dict: {prefix}mode_name must be {self.mode!r}, got {given!r}; convert the model in the mode "
             "that its checkpoint has"
         ]
+
+
+def known_mode(mode: Mode) -> Mode:
+    """Return the name of a mode as layers store it."""
+    return "weight_only" if mode == "weight-only" else mode
 
 
 def check_scales_fit(kind: str, mode: Mode, input_scale: Tensor | None, input_zero_point: Tensor | None) -> None:
@@ -503,7 +514,10 @@ class Int8Linear(Int8ProductLayer):
     For fp32 inputs `torch.backends.cuda.matmul.allow_tf32` decides whether TF32 is used.
 
     Except in these three cases, the compiled CUDA kernels first copy the codes into padded rows if `in_features` is not
-    a multiple of 16.
+    a multiple of 16. The sums of `x * weight_codes` are multiplied by the scales. So inputs above `2.7e36 /
+    in_features` can give inf or NaN where a float layer does not.
+
+    A static layer turns NaN into 0, and inf into the end of its range.
 
     Under autocast results have the dtype of autocast. Otherwise they have the dtype of `x`, or the layer's `dtype` if
     `x` is an `Int8Tensor`. The gradient of `x` is `grad @ weight`. In the modes `"dynamic"` and `"static"` the gradient
@@ -578,8 +592,10 @@ class Int8Linear(Int8ProductLayer):
             The int8 layer, on the device and in the training mode of `linear`.
 
         Raises:
+            TypeError: `linear` has no weight.
             ValueError: `mode` is unknown, `input_scale` and `input_zero_point` do not fit the mode, `weight` does not
-                fit the layer, or `linear` has more than 131071 inputs and `mode` is not `"weight_only"`.
+                fit the layer, `linear` is lazy and was not called yet, or `linear` has more than 131071 inputs and
+                `mode` is not `"weight_only"`.
 
         Examples:
             >>> amp_kernels.nn.Int8Linear.from_linear(torch.nn.Linear(16, 4, bias=False))
@@ -589,7 +605,7 @@ class Int8Linear(Int8ProductLayer):
         codes = codes_to_share("Int8Linear.from_linear", weight, linear)
         outputs, inputs = codes.shape
         layer = cls(inputs, outputs, False, mode, device="meta", dtype=matrix(linear).dtype)
-        layer._take_over(linear, mode, codes, input_scale, input_zero_point)
+        layer._take_over(linear, codes, input_scale, input_zero_point)
         layer.is_transposed = is_transposed(linear)
         return layer
 
@@ -718,6 +734,7 @@ class Int8Embedding(Int8Weight):
             The int8 layer, on the device and in the training mode of `embedding`.
 
         Raises:
+            TypeError: `embedding` has no weight.
             ValueError: `weight` does not fit the table.
 
         Examples:
@@ -840,8 +857,21 @@ def codes_of_weight(layer: nn.Module) -> Int8Tensor:
     return quantize_int8(weight, dim=tuple(range(1, weight.dim())))
 
 
+def check_has_weight(op: str, layer: Any) -> None:
+    """Raise an error unless `layer` is a module with a weight that has a shape."""
+    weight = getattr(layer, "weight", None)
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"{op}: the float layer must be an nn.Module with a weight, got {type(layer).__name__}")
+    if is_lazy(weight):
+        raise ValueError(
+            f"{op}: the weight of the float layer must have a shape, got an uninitialized one in a "
+            f"{type(layer).__name__}; run a batch through the layer first"
+        )
+
+
 def codes_to_share(op: str, codes: Int8Tensor | None, layer: nn.Module) -> Int8Tensor:
     """Check and return the given codes of a weight. If `codes` is None, quantize the weight of `layer`."""
+    check_has_weight(op, layer)
     if codes is None:
         return codes_of_weight(layer)
     shape = by_outputs(layer).shape

@@ -25,6 +25,7 @@ from .int8 import (
     Affine,
     Int8ProductLayer,
     Mode,
+    check_has_weight,
     check_is_dense,
     check_scales_fit,
     codes_of,
@@ -109,10 +110,10 @@ class _Int8ConvBase(Int8ProductLayer):
 
         Raises:
             TypeError: `conv` is of another class.
-            ValueError: `conv` has groups or another `padding_mode`, or pads the end of a dimension more than its
-                beginning, or has kernels that overlap. Or `mode` is unknown, `input_scale` and `input_zero_point` do
-                not fit the mode, `weight` does not fit the layer, or an output sums more than 131071 products and
-                `mode` is not `"weight_only"`.
+            ValueError: `conv` is lazy and was not called yet, has groups or another `padding_mode`, or pads the end of
+                a dimension more than its beginning, or has kernels that overlap. Or `mode` is unknown, `input_scale`
+                and `input_zero_point` do not fit the mode, `weight` does not fit the layer, or an output sums more
+                than 131071 products and `mode` is not `"weight_only"`.
 
         Examples:
             >>> amp_kernels.nn.Int8Conv2d.from_conv(torch.nn.Conv2d(3, 8, 3, padding=1))
@@ -122,6 +123,7 @@ class _Int8ConvBase(Int8ProductLayer):
         if not isinstance(conv, cls._float_class):
             raise TypeError(f"{op}: conv must be a torch.nn.{cls._float_class.__name__}, got {type(conv).__name__}")
         check_scales_fit(op, mode, input_scale, input_zero_point)
+        check_has_weight(op, conv)
         cls._check_fits(op, conv)
         codes = codes_to_share(op, weight, conv)
         outputs, *taps, inputs = codes.shape
@@ -129,7 +131,7 @@ class _Int8ConvBase(Int8ProductLayer):
         layer = of_class(
             inputs, outputs, taps, *cls._steps(conv), bias=False, mode=mode, device="meta", dtype=conv.weight.dtype
         )
-        layer._take_over(conv, mode, codes, input_scale, input_zero_point)
+        layer._take_over(conv, codes, input_scale, input_zero_point)
         return layer
 
     @classmethod
@@ -268,7 +270,8 @@ class Int8Conv2d(_Int8Conv):
     | `"dynamic"` | `int8_conv2d` of codes. Each image is quantized, asymmetrically, by its own range. |
     | `"static"` | Like `"dynamic"`, with one range for all images. |
 
-    During a call of a weight-only layer, `weight_codes * weight_scale` is in memory, rounded to the dtype of `x`.
+    During a call of a weight-only layer, `weight_codes * weight_scale` is in memory, rounded to the dtype of `x`. A
+    static layer turns NaN into 0, and inf into the end of its range.
 
     An input in channels_last memory is read in place. Results are in this memory too. An input in any other order costs
     a copy of its codes, one byte for each element.

@@ -73,9 +73,11 @@ from ..nn.int8 import (
     ALL,
     FixedDtypes,
     Int8Weight,
+    check_has_weight,
     check_is_dense,
     codes_of_weight,
     compute_dtype,
+    known_mode,
     scaled_rows,
     w8a8,
 )
@@ -113,7 +115,9 @@ FilterFn = Callable[[nn.Module, str], bool]
 
 
 def quantize_(
-    model: nn.Module, mode: Literal["weight_only", "dynamic"] = "weight_only", filter_fn: FilterFn | None = None
+    model: nn.Module,
+    mode: Literal["weight_only", "weight-only", "dynamic"] = "weight_only",
+    filter_fn: FilterFn | None = None,
 ) -> nn.Module:
     """Replace linear layers, convolutions and embeddings of a model by int8 layers for inference.
 
@@ -147,7 +151,8 @@ def quantize_(
 
     Args:
         model: Changed in place. To load an int8 checkpoint, call this on a new model first, then `load_state_dict`.
-        mode: `"weight_only"` or `"dynamic"`; see `Int8Linear` and `Int8Conv2d`. Embeddings are the same in both.
+        mode: `"weight_only"` (or `"weight-only"`) or `"dynamic"`; see `Int8Linear` and `Int8Conv2d`. Embeddings are the
+            same in both.
         filter_fn: Called with a layer and its name in the model. If it returns False, the layer is left unchanged. For
             example `lambda layer, name: not isinstance(layer, torch.nn.Embedding)`.
 
@@ -166,7 +171,7 @@ def quantize_(
         >>> amp_kernels.quantization.quantize_(model)[0]
         Int8Linear(in_features=16, out_features=8, bias=True, mode=weight_only)
     """
-    if mode not in ("weight_only", "dynamic"):
+    if known_mode(mode) not in ("weight_only", "dynamic"):
         raise ValueError(
             f"quantize_: mode must be 'weight_only' or 'dynamic', got {mode!r}; for static layers call prepare_, run "
             "some batches, and call convert_"
@@ -263,12 +268,12 @@ def convert_(model: nn.Module) -> nn.Module:
     """Turn the layers of `prepare_` or `prepare_qat_` into `Int8Linear`, `Int8Conv2d` and other int8 layers.
 
     If two linear layers or convolutions in an `nn.Sequential` come from `prepare_`, the first may pass int8 codes
-    directly to the second. It does so if nothing is between them but layers of the classes `nn.ReLU`, `nn.MaxPool2d`,
-    `nn.Flatten` and `nn.Identity`, and each of them is used only once in the model. The ReLU becomes an `nn.Identity`.
-    A ReLU is no longer needed there, because the smallest code stands for 0, and negative numbers are clamped to this
-    code. In fp32 the results have the same bits as if the first layer passed floats. Everything else between two
-    layers, such as an addition, a concatenation or an average pooling, gets floats, and computes in floating point.
-    Call such an `nn.Sequential` as a whole: layers inside it may return `Int8Tensor`.
+    directly to the second, when the `nn.Sequential` is called. It does so if nothing is between them but layers of the
+    classes `nn.ReLU`, `nn.MaxPool2d`, `nn.Flatten` and `nn.Identity`. In fp32 the results have the same bits as if the
+    first layer passed floats. Everything else between two layers, such as an addition, a concatenation or an average
+    pooling, gets floats, and computes in floating point. So do layers with hooks. All layers pass floats if a gradient
+    is needed: if the input needs one, or in training mode. Code that calls a layer of the `nn.Sequential` itself gets
+    floats, too.
 
     This function waits for the device.
 
@@ -322,7 +327,7 @@ def convert_(model: nn.Module) -> nn.Module:
     for parent in result.modules():
         if type(parent) is nn.Sequential and sum(layer in observed for layer in parent) > 1:
             parent.__class__ = Int8Sequential  # the object stays the same
-    return result
+    return _returned("convert_", model, result)
 
 
 # -------------------------------------------------------------------------------------------------- prepared layers
@@ -476,6 +481,7 @@ class _PreparedLinear(_Prepared, nn.Linear):
 
     @classmethod
     def _adopt(cls, linear: Any, observes: bool) -> Any:
+        check_has_weight(f"{cls.__name__}.from_linear", linear)
         outputs, inputs = matrix(linear).shape
         layer = cls(inputs, outputs, linear.bias is not None, device="meta")
         layer.weight, layer.bias, layer.is_transposed = linear.weight, linear.bias, is_transposed(linear)
@@ -823,7 +829,7 @@ def _exchange_layers(
     exchange(root, {pair.norm: FoldedBatchNorm(pair.norm) for pair in pairs})
     if norms:
         LOG.info("folded %d of %d batch norms into convolutions", len(pairs), norms)
-    return _replace_layers(op, root, new, spared)
+    return _returned(op, model, _replace_layers(op, root, new, spared))
 
 
 def _find(op: str, model: nn.Module, filter_fn: FilterFn | None, needs_int8_input: bool) -> tuple[list[Any], list[Any]]:
@@ -952,6 +958,14 @@ def _replace_layers(op: str, model: nn.Module, new: Mapping[Any, nn.Module], spa
     _switch_off_fused_kernels(model, set(new.values()))
     LOG.log(logging.WARNING if warns else logging.INFO, "%s: %s", op, line)
     return new.get(model, model)
+
+
+def _returned(op: str, model: nn.Module, result: nn.Module) -> nn.Module:
+    """Return the result of a conversion, with a warning if it is a new layer."""
+    if result is not model:
+        kind = type(model).__name__
+        LOG.warning("%s: a %s by itself cannot be replaced in place; use the layer that %s returns", op, kind, op)
+    return result
 
 
 def _switch_off_fused_kernels(model: nn.Module, new: set[nn.Module]) -> None:

@@ -468,8 +468,8 @@ class _ConvTranspose(_Conv):
         weight = super().weight.flatten(1)
         return weight.unflatten(0, (*self.kernel, -1)).movedim((-1, -2), (0, 1))
 
-    def forward(self, x: Tensor, output_size: Any = None) -> Any:
-        check_output_size(self._layer, x, output_size)
+    def forward(self, x: Tensor | _Codes, output_size: Any = None) -> Any:
+        check_output_size(self._layer, x.values if isinstance(x, _Codes) else x, output_size)
         return self._compute(x)
 
     def _compute(self, x: Tensor | _Codes, *passed: Any, **outputs: Any) -> Any:

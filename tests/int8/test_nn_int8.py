@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import amp_kernels
 from amp_kernels import reference
-from amp_kernels.nn import Int8Embedding, Int8Linear
-from amp_kernels.quantization import quantize_
+from amp_kernels.nn import Int8Conv2d, Int8Embedding, Int8Linear
+from amp_kernels.quantization import QATLinear, quantize_
 from amp_kernels.testing import DTYPES, error_and_allowed, randn
 
 MODES = ("weight_only", "dynamic", "static")
@@ -684,6 +684,71 @@ def test_errors_are_sentences():
         Int8Linear.from_linear(linear())(torch.zeros(2, 37, dtype=torch.float64))
     with pytest.raises(AttributeError, match="mode"):
         Int8Linear.from_linear(linear()).mode = "dynamic"
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "sentence"),
+    [
+        (lambda: Int8Linear(4, 4)([1]), TypeError, "Int8Linear: x must be a Tensor, got list"),
+        (lambda: QATLinear.from_linear(nn.Linear(4, 4))(None), TypeError, "QATLinear: x must be a Tensor, got None"),
+        (
+            lambda: Int8Linear.from_linear(nn.LazyLinear(3)), ValueError,
+            "Int8Linear.from_linear: the weight of the float layer must have a shape, got an uninitialized one in",
+        ),
+        (
+            lambda: QATLinear.from_linear(nn.LazyLinear(3)), ValueError,
+            "QATLinear.from_linear: the weight of the float layer must have a shape, got an uninitialized one in",
+        ),
+        (
+            lambda: Int8Linear.from_linear(nn.ReLU()), TypeError,
+            "Int8Linear.from_linear: the float layer must be an nn.Module with a weight, got ReLU",
+        ),
+        (
+            lambda: Int8Embedding.from_embedding([1]), TypeError,
+            "Int8Embedding.from_embedding: the float layer must be an nn.Module with a weight, got list",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_no_tensor_or_no_layer(call, error, sentence):
+    with pytest.raises(error, match=sentence):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("key", "forge", "sentence"),
+    [
+        (
+            "weight_codes",
+            lambda t: t.int(),
+            r"weight_codes must be torch\.int8, got torch\.int32; save it in",
+        ),
+        ("input_zero_point", lambda t: t.long(), r"input_zero_point must be torch\.int32, got torch\.int64; save it"),
+        ("mode_name", lambda t: t.roll(1), "mode_name must be 'static', got 'cstati'; convert the model in the mode"),
+        ("mode_name", lambda t: t.int(), r"mode_name must be torch\.uint8, got torch\.int32"),
+    ],
+)
+@pytest.mark.parametrize("assign", [False, True])
+def test_forged_state_dicts_are_refused(key, forge, sentence, assign):
+    layer = int8_layer("static", linear())
+    before = layer.state_dict()
+    with pytest.raises(RuntimeError, match=f"load_state_dict: {sentence}"):
+        layer.load_state_dict(before | {key: forge(before[key])}, assign=assign)
+    with torch.device("meta"):
+        empty = Int8Linear(37, 13, mode="static")
+    empty.load_state_dict(before, assign=True)
+    assert torch.equal(empty.weight_codes, layer.weight_codes)
+    layer.load_state_dict({name: tensor.to("meta") for name, tensor in before.items()}, assign=True)
+    assert layer.mode == "static" and layer.weight_codes.is_meta
+
+
+def test_the_mode_may_have_a_hyphen():
+    for layer in (
+        Int8Linear(37, 13, mode="weight-only"),
+        Int8Linear.from_linear(linear(), "weight-only"),
+        Int8Conv2d.from_conv(nn.Conv2d(3, 4, 3), "weight-only"),
+        quantize_(nn.Sequential(linear()), "weight-only")[0],
+    ):
+        assert layer.mode == "weight_only" and bytes(layer.mode_name.tolist()) == b"weight_only"
 
 
 # ------------------------------------------------------------------------------------------------------------ forgeries

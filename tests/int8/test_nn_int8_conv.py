@@ -556,6 +556,12 @@ def test_compiled_and_under_autocast(name, device):
             ValueError,
             r"must be what quantize_int8\(weight, dim=\(1, 2, 3\)\) returns for a weight of shape \(4, 3, 3, 4\)",
         ),
+        (lambda: Int8Conv2d(4, 4, 3)([1]), TypeError, "Int8Conv2d: x must be a Tensor, got list"),
+        (lambda: Int8ConvTranspose1d(4, 4, 3)([1]), TypeError, "Int8ConvTranspose1d: x must be a Tensor, got list"),
+        *(
+            (lambda kind=kind, ours=ours: ours.from_conv(kind(4, 3)), ValueError, "must have a shape, got an uninitial")
+            for kind, ours in ((nn.LazyConv2d, Int8Conv2d), (nn.LazyConvTranspose1d, Int8ConvTranspose1d))
+        ),
         (
             lambda: Int8Conv2d(4, 4, 3)(amp_kernels.quantize_int8(torch.ones(2, 4, 6, 6))),
             TypeError,

@@ -901,6 +901,28 @@ def test_compiled_qat_is_eager():
 
 
 # ------------------------------------------------------------------------------------------------------------- errors
+def test_a_model_that_is_one_layer_cannot_be_replaced_in_place(caplog):
+    x = randn(2, 3, 16)
+    prepared = prepare_(nn.Linear(16, 16))
+    prepared(x)
+    attention = nn.MultiheadAttention(16, 4)
+    for op, call in {
+        "quantize_": lambda: quantize_(nn.Linear(16, 16)),
+        "prepare_": lambda: prepare_(nn.Conv1d(3, 16, 1)),
+        "prepare_qat_": lambda: prepare_qat_(nn.Embedding(16, 16)),
+        "convert_": lambda: convert_(prepared),
+        "quantize_ of attention": lambda: quantize_(attention, "dynamic"),
+    }.items():
+        caplog.clear()
+        with caplog.at_level("WARNING", "amp_kernels"):
+            call()
+        assert f"by itself cannot be replaced in place; use the layer that {op.split()[0]} returns" in caplog.text
+    caplog.clear()
+    with caplog.at_level("WARNING", "amp_kernels"):
+        quantize_(nn.Sequential(nn.Linear(16, 16)))
+    assert not caplog.records
+
+
 def test_errors_are_sentences_and_change_nothing():
     with pytest.raises(ValueError, match="mode must be 'weight_only' or 'dynamic', got 'static'; for static layers"):
         quantize_(mlp(), "static")
