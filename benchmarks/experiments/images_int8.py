@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from amp_kernels.functional import Int8Tensor, quantize_int8
+from amp_kernels.functional import quantize_int8
 from amp_kernels.nn import Int8Conv2d, Int8ConvTranspose2d, Int8Linear, convert_linear_
 from amp_kernels.quantization import convert_, export_onnx, prepare_, prepare_qat_, quantize_
 
@@ -233,18 +233,15 @@ def exact(layer: Any, x: Tensor) -> Tensor:
     return result.relu() if "ReLU" in kind else result
 
 
-def numbers(layer: Any, x: Tensor | Int8Tensor) -> Tensor:
+def numbers(layer: Any, x: Tensor) -> Tensor:
     """What the codes of an input stand for."""
-    if isinstance(x, Tensor) and not x.is_quantized:
-        x = quantize_int8(x, scale=layer.input_scale, zero_point=layer.input_zero_point)
-    return x.dequantize()
+    if x.is_quantized:
+        return x.dequantize()
+    return quantize_int8(x, scale=layer.input_scale, zero_point=layer.input_zero_point).dequantize()
 
 
-def distances(expected: Tensor, output: Tensor | Int8Tensor) -> Tensor:
+def distances(expected: Tensor, output: Tensor) -> Tensor:
     """From exact results, in steps of 8-bit codes. If an output has floats, a step is their range / 255."""
-    if isinstance(output, Int8Tensor):
-        codes = expected / output.scale.double() + output.zero_point.double()  # type: ignore[union-attr]
-        return (output.values - codes.clamp(-128, 127)).abs()
     if output.is_quantized:
         codes = expected / output.q_scale() + output.q_zero_point()
         return (output.int_repr() - codes.clamp(0, 255)).abs()
