@@ -180,7 +180,7 @@ class _Tracer(torch.fx.Tracer):
         return {proxy.node for ref in self.proxies if (proxy := ref()) is not None}
 
     def is_leaf_module(self, module: nn.Module, name: str) -> bool:
-        is_ours = type(module).__module__.startswith("amp_kernels.")
+        is_ours = type(module).__module__.startswith("amp_kernels.") and not isinstance(module, nn.Sequential)
         return super().is_leaf_module(module, name) or is_ours
 
 

@@ -469,6 +469,19 @@ def test_a_relu_that_nobody_calls():
     assert (convert_(model)(x) - before).abs().max() <= 0.05 * before.abs().max()
 
 
+@torch.no_grad()
+def test_a_batch_norm_in_a_sequential_that_is_partly_int8():
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)]
+    model, x = trained(nn.Sequential(*layers)), randn(2, 3, 9, 9)
+    before = model(x)
+    prepare_(model, lambda layer, name: name != "4")(x)
+    convert_(model)
+    assert norms(model) == 1 and codes_passed(model, x) == 1
+    quantize_(model)
+    assert norms(model) == 0 and (model(x) - before).abs().max() <= 0.04 * before.abs().max()
+
+
 def test_a_checkpoint_loads_into_a_new_model():
     model, x = trained(nn.Sequential(in_sequence(bias=False), nn.Conv2d(8, 4, 1))), randn(2, 3, 8, 8)
     int8 = quantize_(model, "dynamic")

@@ -165,7 +165,7 @@ def test_hooks_see_floats(position):
 
 
 @torch.no_grad()
-def test_hooks_of_all_modules_and_forwards_of_objects_see_floats():
+def test_hooks_of_all_modules_and_forwards_of_objects_see_floats(monkeypatch):
     x = randn(4, 16)
     net = converted(mlp(), "static", x)
     expected, seen = net(x), []
@@ -176,6 +176,9 @@ def test_hooks_of_all_modules_and_forwards_of_objects_see_floats():
     assert {out for _, out in seen} == {torch.Tensor}
     with FlopCounterMode(display=False):
         assert torch.equal(net(x), expected)
+    with monkeypatch.context() as torch_without:
+        torch_without.delattr(nn.modules.module, "_has_any_global_hook")
+        assert codes_passed(net, x) == 0 and torch.equal(net(x), expected)
     original = net[1].forward
     net[1].forward = lambda x: seen.append(type(x)) or original(x)
     assert torch.equal(net(x), expected) and seen[-1] is torch.Tensor
@@ -205,7 +208,7 @@ def test_it_stays_a_sequential(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @torch.no_grad()
 def test_results_have_the_dtype_of_the_input(dtype):
-    """As those of layers that are called one by one."""
+    """Layers that are called one by one return it too."""
     x = randn(4, 16)
     net = converted(mlp(), "static", x).half()
     assert net(x.to(dtype)).dtype == one_by_one(net, x.to(dtype)).dtype == dtype
