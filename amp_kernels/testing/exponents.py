@@ -14,8 +14,20 @@ from torch import Tensor
 
 from .. import reference
 from ..reference.exponents import COLUMNS
-from .common import NORM_TOLERANCE, Case, Difference, Make, Result, clones, exact, place, unchanged, written_outside
-from .unscale import gradient_inputs, non_finite_inputs
+from .common import (
+    DTYPES,
+    NORM_TOLERANCE,
+    Case,
+    Difference,
+    Make,
+    Result,
+    clones,
+    exact,
+    place,
+    unchanged,
+    written_outside,
+)
+from .unscale import at_borders, gradient_inputs, non_finite_inputs
 
 
 def results_for(tensors: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -69,6 +81,8 @@ def _cases() -> Iterator[Case]:
         yield Case("count_exponents_", dtype, name, partial(_count, make, layout))
     for dtype, name, make in non_finite_inputs():
         yield Case("count_exponents_", dtype, name, partial(_count, make, "contiguous"))
+    for name, dtype in DTYPES.items():
+        yield Case("count_exponents_", name, "positions", partial(_count, partial(at_borders, dtype), "contiguous"))
 
 
 CASES: dict[str, tuple[Case, ...]] = {"count_exponents_": tuple(_cases())}

@@ -58,6 +58,50 @@ def non_finite_inputs() -> Iterator[tuple[str, str, Make]]:
                 yield name, f"{value}_{position}", partial(with_element, value, position, dtype)
 
 
+LENGTHS = {1023: "contiguous", 2000: "misaligned", 5001: "contiguous"}
+"""Lengths of the vectors in which NaN and inf are moved over all `borders`, and the layouts of these vectors."""
+
+
+def borders(length: int, layout: str, dtype: torch.dtype) -> list[int]:
+    """Return the first and the last position of a vector, and the positions on both sides of a kernel's borders.
+
+    Packs of 16 bytes, groups of packs, blocks, tiles and chunks begin at multiples of the sizes below, counted from an
+    aligned address. The borders are the first and the last multiple of each size.
+    """
+    before = int(layout == "misaligned")  # elements between an aligned address and the vector
+    sizes = (16 // dtype.itemsize, 32, 256, 1024, 4096)
+    begins = {multiple - before for size in sizes for multiple in (size, (length + before) // size * size)}
+    sides = {0, length - 1, *begins, *(begin - 1 for begin in begins)}
+    return sorted(position for position in sides if 0 <= position < length)
+
+
+def at_borders(dtype: torch.dtype) -> list[Tensor]:
+    """Return a vector of ones for each of `LENGTHS`, with NaN and inf in turn at all `borders`."""
+    vectors = [torch.ones(length, dtype=dtype) for length in LENGTHS]
+    for vector, layout in zip(vectors, LENGTHS.values(), strict=True):
+        for i, position in enumerate(borders(len(vector), layout, dtype)):
+            vector[position] = (math.nan, math.inf)[i % 2]
+    return vectors
+
+
+def _positions(
+    find: Callable[[Tensor, Tensor], object], dtype: torch.dtype, values: tuple[float, float], device: torch.device
+) -> Iterator[Result]:
+    """Check that `find(vector, found_inf)` sets the flag for one element, at each of the `borders`, that is not finite.
+
+    The two values take turns. Each position needs a call of its own, because all gradients of a call share one flag.
+    """
+    for length, layout in LENGTHS.items():
+        positions = borders(length, layout, dtype)
+        (vector,) = place([torch.ones(length, dtype=dtype)], device, layout)
+        flags = torch.zeros(len(positions), device=device)
+        for i, position in enumerate(positions):
+            vector[position] = values[i % 2]
+            find(vector, flags[i])
+            vector[position] = 1.0
+        yield exact(f"found_inf at {positions}", flags, torch.ones(len(positions)))
+
+
 def _unscale(
     make: Make, layout: str, inv_scale: float, found: float, expected: float, device: torch.device
 ) -> Iterator[Result]:
@@ -99,6 +143,14 @@ def _grad_norm(
     yield unchanged("grads written", before, grads)
 
 
+def _unscale_by_1(grad: Tensor, found_inf: Tensor) -> None:
+    unscale_([grad], inv_scale=torch.ones_like(found_inf), found_inf=found_inf)
+
+
+def _norm_alone(grad: Tensor, found_inf: Tensor) -> None:
+    grad_norm([grad], found_inf=found_inf)
+
+
 def _gradient_cases(op: str, body: Callable[..., Iterator[Result]], usual: float | None) -> Iterator[Case]:
     def case(
         dtype: str, name: str, make: Make, layout: str = "contiguous", *, inv_scale: float | None = usual,
@@ -111,7 +163,10 @@ def _gradient_cases(op: str, body: Callable[..., Iterator[Result]], usual: float
         yield case(dtype, name, make, layout)
     for dtype, name, make in non_finite_inputs():
         yield case(dtype, name, make, expected=1.0)
+    is_norm = body is _grad_norm  # a value at a position that one operator reads as NaN is inf for the other
+    finds, values = (_norm_alone, (math.inf, math.nan)) if is_norm else (_unscale_by_1, (math.nan, math.inf))
     for dtype, torch_dtype in DTYPES.items():
+        yield Case(op, dtype, "positions", partial(_positions, finds, torch_dtype, values))
         make = partial(of_sizes, torch_dtype, (9, 1025))
         # found_inf says whether a gradient is NaN or inf. If only its product with inv_scale overflows or rounds to 0,
         # found_inf must stay 0.

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import functional, optim
+from ..backends import use_backend
 from ..families import FAMILIES, Family
 from ..reference._master import split
 from ..reference._update import parameters
@@ -72,6 +73,16 @@ EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
         "maximize": {"amsgrad": True, "weight_decay": 0.01, "decoupled_weight_decay": True, "maximize": True},
     },
 }
+# With these options an update rounds only once, when it subtracts the step from the master, whatever the learning rate.
+# So every backend must compute the same bits. The gradients must be powers of 2, the states must be 0, and the step
+# must have a high number, so that the bias corrections of Adam are 1. With other options backends may differ in the
+# last bit, because some round a product before they add it, and some do not.
+EXACT: dict[str, dict[str, Any]] = {
+    "sgd": {"momentum": 0.5, "dampening": 0.5, "nesterov": False},
+    "rmsprop": {"alpha": 0.75, "eps": 0.0},
+    "adam": {"betas": (0.5, 0.75), "eps": 0.0},
+}
+SMALL = (1e-3, 1e-5, 1e-6)  # sizes of weights; fp16 remainders of the last are rounded to 2^-40
 
 
 class Update:
@@ -138,6 +149,7 @@ class UpdateInputs:
         layout: A key of `LAYOUTS`.
         masters: `"full"` for fp32 masters; `"split"` for masters that are stored as a remainder of the weight (an int16
             tensor); `"both"` if the first of every three masters is split, and the other two are full.
+        noise: Standard deviation of the small random numbers.
 
     Examples:
         >>> from amp_kernels import testing
@@ -158,10 +170,11 @@ class UpdateInputs:
         device: str | torch.device = "cpu",
         layout: str = "contiguous",
         masters: str = "full",
+        noise: float = 1e-4,
     ) -> None:
         device = torch.device(device)
         self.op, self.options, self.steps_taken = op, dict(options), 0
-        fp32 = [x.float() + 1e-4 * randn(*x.shape, seed=i) for i, x in enumerate(values)]
+        fp32 = [x.float() + noise * randn(*x.shape, seed=i) for i, x in enumerate(values)]
         self.params = place([x.to(v.dtype) for x, v in zip(fp32, values, strict=True)], device, layout)
         low = [(x, v.dtype) for x, v in zip(fp32, values, strict=True) if v.dtype != torch.float32]
         # With "both", every third master is split. If fp16 and bf16 parameters alternate, each of these dtypes then has
@@ -319,6 +332,28 @@ def _skipped(
     yield unchanged("bits changed by a skipped step", before, ours.written())
 
 
+def _small_weights(op: str, dtype: torch.dtype, masters: str, device: torch.device) -> Iterator[Result]:
+    """Compare weights, masters and states bit for bit with those of the reference on the CPU. See `EXACT`."""
+
+    def stepped(on: torch.device | str) -> UpdateInputs:
+        values = [size * randn(1025, seed=i) for i, size in enumerate(SMALL)]
+        options = EXACT[op.removesuffix("_")]
+        inputs = UpdateInputs(op, [x.to(dtype) for x in values], options, on, masters=masters, noise=1e-7)
+        grads = [randn(1025, seed=7 + i).sign() * 2.0 ** (torch.arange(1025) % 5 - 2) for i in range(len(SMALL))]
+        for state in itertools.chain(*inputs.states.values()):
+            state.zero_()
+        inputs.steps_taken = 1000
+        inputs.step([g.to(on, dtype) for g in grads], first=False, lr=1e-6)
+        return inputs
+
+    ours = stepped(device)
+    with use_backend("reference"):
+        expected = stepped("cpu")
+    lists = {"params": (expected.params, ours.params), "masters": (expected.masters, ours.masters)}
+    for name, tensors in {**lists, **{f"{n}s": (expected.states[n], ours.states[n]) for n in ours.states}}.items():
+        yield unchanged(f"bits of {name}", *([x.cpu() for x in xs] for xs in tensors))
+
+
 def _update_cases(op: str) -> Iterator[Case]:
     every = UPDATES[op.removesuffix("_")].examples
     most = every["maximize"]
@@ -367,6 +402,7 @@ def _update_cases(op: str) -> Iterator[Case]:
             )
         for found in (1.0, 2.0, math.nan):
             yield Case(op, dtype_name, f"skipped_by_{found}", partial(_skipped, op, most, params, found, "full"))
+        yield Case(op, dtype_name, "small_weights", partial(_small_weights, op, dtype, "full"))
         if dtype is torch.float32:
             continue
         # Kernels have separate code for weights with remainders, so all layouts are tested again, and all VALUES: above
@@ -393,6 +429,7 @@ def _update_cases(op: str) -> Iterator[Case]:
             dtype_name, "split_grads_with_nan", most, three, [partial(with_element, math.nan, "middle", dtype)], **rest
         )
         yield Case(op, dtype_name, "split_skipped", partial(_skipped, op, most, params, 2.0, "split"))
+        yield Case(op, dtype_name, "split_small_weights", partial(_small_weights, op, dtype, "split"))
     scaled = [partial(mixed, seed, 1024.0) for seed in (5, 7)]
     for name, options in every.items():
         yield case("mixed", name, options, mixed, scaled, scale=1024.0, masters="both")

@@ -291,5 +291,5 @@ def test_elements_are_read_once_and_16_bytes_at_a_time(dtype: torch.dtype) -> No
 
 @emulated
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_shared_case(case: testing.Case) -> None:
+def test_shared_case_on_the_emulator(case: testing.Case) -> None:
     assert all(result.passed for result in emulator.run(case))

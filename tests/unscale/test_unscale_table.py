@@ -294,5 +294,5 @@ def test_same_bits_in_every_order(ordered_launcher: Launcher) -> None:
 # -------------------------------------------------------------------------------------------------------- shared cases
 @pytest.mark.skipif(why_not_emulated() is not None, reason=str(why_not_emulated()))
 @pytest.mark.parametrize("case", list(chain(*testing.unscale.CASES.values())), ids=lambda case: f"{case.op}-{case}")
-def test_shared_case(case: testing.Case) -> None:
+def test_shared_case_on_the_emulator(case: testing.Case) -> None:
     assert all(result.passed for result in emulator.run(case))
