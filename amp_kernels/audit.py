@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import importlib.util
 import math
+import reprlib
 import sys
 import warnings
 from collections import defaultdict
@@ -52,6 +53,9 @@ from .report import table
 __all__ = ["Explanation", "Finding", "audit", "explain"]
 
 ITEM = 2  # bytes of an element of the 16-bit dtypes
+# What `explain` says about times. The second one is in benchmarks/results/h200/device_times.csv.
+_MEASURED_ENGINES = "fp16 4096 x 4096 x 4096 on an H100: 188 us with cuBLAS, 310 us in CUDA C++, 336 us in Triton"
+_MEASURED_COPIES = "fp16 4096 x 4095 x 4095 on an H200: 225 us with the copies, 1,025 us without"
 
 
 # ---------------------------------------------------------------------------------------------------------- products
@@ -79,9 +83,10 @@ class Explanation(NamedTuple):
         if not self.padded:
             return f"{self.engine}: {self.reason}; nothing is copied"
         verb = "is" if len(self.padded) == 1 else "are"
+        measured = f" ({_MEASURED_COPIES})" if self.engine == LIBRARY else ""
         return (
             f"{self.engine}: {self.reason}; {' and '.join(self.padded)} {verb} first copied into padded memory, "
-            f"{self.padding_bytes:,} bytes"
+            f"{self.padding_bytes:,} bytes{measured}"
         )
 
 
@@ -98,6 +103,9 @@ def explain(
     Nothing is computed. A machine without a GPU gives the same answer as a machine with a GPU and compiled kernels, if
     `a` and `b` are shapes, meta tensors, or fake tensors of a GPU. A meta tensor counts as a tensor on a GPU.
 
+    The times in the sentence were measured with the shapes that it names, and are the reason for the choice. They are
+    not times of `a @ b`. `python -m amp_kernels bench matmul` times products on your machine.
+
     Args:
         a: A tensor as in `amp_kernels.matmul`, or the shape of a contiguous one.
         b: A tensor or a shape, like `a`.
@@ -109,8 +117,8 @@ def explain(
         An `Explanation`.
 
     Raises:
-        TypeError: One of `a` and `b` is a tensor, and the other is a shape. Or tensors are given together with `dtype`
-            or `device`. Or dtypes do not fit, as in `amp_kernels.matmul`.
+        TypeError: `a` and `b` are not two tensors or two shapes. Or tensors are given together with `dtype` or
+            `device`. Or dtypes do not fit, as in `amp_kernels.matmul`.
         ValueError: `a` and `b` cannot be multiplied or are on different devices, or `activation` is unknown.
         RuntimeError: The device is a GPU, inside ``use_backend("cpu")``.
 
@@ -120,6 +128,12 @@ def explain(
         >>> amp_kernels.explain((64, 1001), (1001, 512), device="cpu").engine
         'cpu'
     """
+    is_tensor = _is_tensor(a), _is_tensor(b)
+    if None in is_tensor or is_tensor[0] != is_tensor[1]:
+        raise TypeError(
+            f"explain: a and b must be two tensors or two shapes, got {_told(a)} and {_told(b)}; for a product of "
+            "[8192, 1024] and [1024, 4096], call explain((8192, 1024), (1024, 4096))"
+        )
     check_activation("explain", activation)
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if dtype is not None or device is not None:
@@ -128,9 +142,6 @@ def explain(
             raise ValueError(f"explain: b must be on {a.device} as a is, got {b.device}")
         place = torch.device("cuda") if a.is_meta else a.device
         left, right = (torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in (a, b))
-    elif isinstance(a, Tensor) or isinstance(b, Tensor):
-        kinds = [type(x).__name__ for x in (a, b)]
-        raise TypeError(f"explain: a and b must be two tensors or two shapes, got {kinds[0]} and {kinds[1]}")
     else:
         place = torch.device(device or "cuda")
         left, right = (torch.empty(tuple(x), dtype=dtype or torch.float16, device="meta") for x in (a, b))
@@ -145,16 +156,26 @@ def explain(
     return Explanation(engine, _reason(engine, left, activation), tuple(copies), sum(copies.values()))
 
 
+def _is_tensor(x: object) -> bool | None:
+    """Return True for a tensor, False for a shape, and None for anything else."""
+    if isinstance(x, Tensor):
+        return True
+    is_shape = isinstance(x, Sequence) and all(isinstance(size, int | torch.SymInt) for size in x)
+    return False if is_shape else None
+
+
+def _told(x: object) -> str:
+    return type(x).__name__ if isinstance(x, Tensor) else reprlib.repr(x)
+
+
 def _reason(engine: str, a: Tensor, activation: Activation | None) -> str:
     if engine == CPU:
         dtype = "fp32" if is_slow(a) else str(a.dtype).removeprefix("torch.")
         return f"torch multiplies {dtype}; a CPU needs no padding"
     if engine not in ON_TENSOR_CORES:
         return "it pads nothing"
-    # The measurements: an fp16 product of 4096 x 4096 x 4096 takes 181 us with cuBLAS on an H200. On an H100 it takes
-    # 188 us with cuBLAS, and with the kernels of amp_kernels 310 us (CUDA C++) or 336 us (Triton).
     reason = (
-        "in measurements it was faster than the kernels of amp_kernels"
+        f"in measurements it was faster than the kernels of amp_kernels ({_MEASURED_ENGINES})"
         if engine == LIBRARY
         else "use_backend forces it"
     )
@@ -228,11 +249,16 @@ def audit(model: nn.Module) -> list[Finding]:
     Returns:
         A `Finding` per slow layer, in the model's order.
 
+    Raises:
+        TypeError: `model` is not a `torch.nn.Module`.
+
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 10), torch.nn.Linear(16, 8))
         >>> print(amp_kernels.audit.audit(model)[0])
         0 (Linear, 64 -> 10): out_features=10 (y, dy); amp_kernels.nn.Linear, or 64 -> 16
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"audit: model must be a torch.nn.Module, got {reprlib.repr(model)}")
     findings: list[Finding] = []
     slow: dict[int, tuple[str, nn.Module]] = {}  # the slow linear layers, by the id of the weight
     of_attention = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
