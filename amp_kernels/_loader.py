@@ -1,4 +1,7 @@
-"""The loader of the compiled kernels, amp_kernels._C. `load_error` says why they cannot be loaded, and what to do."""
+"""The loader of the compiled kernels, amp_kernels._C, and of packages that a plain install does not bring.
+
+`load_error` says why the kernels cannot be loaded, and what to do.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 from pathlib import Path
+from types import ModuleType
 
 _PACKAGE = Path(__file__).parent
 _REBUILD = "rebuild it with `pip install --no-build-isolation .`"
@@ -57,6 +61,19 @@ def shadowed() -> str | None:
                 "`pip install --no-build-isolation -e .`"
             )
     return None
+
+
+def import_extra(op: str, module: str, extra: str) -> ModuleType:
+    """Import a module of a package that `extra` in pyproject.toml lists. `op` is the function that needs it.
+
+    Raises:
+        ImportError: The package is not installed. The message has the line that installs it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise ImportError(f"{op}: {package} must be installed; run pip install 'amp-kernels[{extra}]'") from error
 
 
 @functools.cache

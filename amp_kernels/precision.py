@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from . import torch_private
+from ._loader import import_extra
 from .functional.unscale import to_device
 from .ops.exponents import count_exponents_
 from .ops.library import call
@@ -575,6 +576,7 @@ class PrecisionReport:
 
         Raises:
             ValueError: `kind` is none of these, or the last sample has no row of this kind.
+            ImportError: matplotlib is not installed.
         """
         if kind not in KINDS:
             raise ValueError(f"PrecisionReport.plot: kind must be one of {', '.join(KINDS)}, got {kind!r}")
@@ -713,8 +715,7 @@ class _Advisor:
 
 
 def _plot(rows: Sequence[Row], kind: str, scale: float) -> Any:
-    from matplotlib.figure import Figure
-
+    figure_of = import_extra("PrecisionReport.plot", "matplotlib.figure", "bench").Figure
     low, high = -40, 17  # the exponents that the histogram shows; others are in its first and last column
     shares = torch.zeros(len(rows), high - low + 1)
     for t, row in enumerate(rows):
@@ -723,7 +724,7 @@ def _plot(rows: Sequence[Row], kind: str, scale: float) -> Any:
         inside[0] += counts[: low + _BIAS - 1].sum()
         inside[-1] += counts[high + _BIAS :].sum()
         shares[t] = inside / row.total
-    figure = Figure(figsize=(10, max(3.0, 1.2 + 0.22 * len(rows))), layout="constrained")
+    figure = figure_of(figsize=(10, max(3.0, 1.2 + 0.22 * len(rows))), layout="constrained")
     bars, colours = figure.subplots(1, 2, sharey=True, width_ratios=(1, 3))
     names, y = [row.name for row in rows], range(len(rows))
     zeros = [row.zeros for row in rows]

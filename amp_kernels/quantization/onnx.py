@@ -20,7 +20,6 @@ A product becomes one of three patterns:
 from __future__ import annotations
 
 import contextlib
-import importlib
 import inspect
 import math
 import os
@@ -34,6 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from .._loader import import_extra
 from ..nn import Int8Conv1d, Int8Conv2d, Int8ConvTranspose1d, Int8ConvTranspose2d, Int8Embedding, Int8Linear
 from ..nn.conversion import check_model, exchange, has_hooks
 from ..nn.int8 import ALL, Int8ProductLayer, Int8Weight, scaled_rows
@@ -184,10 +184,7 @@ def _check(model: nn.Module, example: object, arguments: tuple[Any, ...], path: 
     if not path.absolute().parent.is_dir():
         raise FileNotFoundError(f"{op}: the folder of path must exist, got {str(path)!r}; create it first")
     for package in ("onnx", "onnxscript"):
-        try:
-            importlib.import_module(package)
-        except ImportError as error:
-            raise ImportError(f"{op}: {package} must be installed; run pip install 'amp-kernels[onnx]'") from error
+        import_extra(op, package, "onnx")
 
 
 def _check_has_no_operator_of_ours(graph: torch.fx.Graph) -> None:

@@ -643,6 +643,18 @@ def test_parameters_whose_updates_are_lost_are_named(device):
 
 
 # ------------------------------------------------------------------------------------------------------------- results
+def test_a_plot_without_matplotlib_names_the_install(monkeypatch):
+    model = network("cpu")
+    optimizer = FusedSGD(model.parameters(), lr=0.5)
+    report = PrecisionReport(model, optimizer, every=1)
+    train(model, optimizer, None, batch("cpu"))
+    for module in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, module, None)
+    sentence = r"PrecisionReport.plot: matplotlib must be installed; run pip install 'amp-kernels\[bench\]'"
+    with pytest.raises(ImportError, match=sentence):
+        report.plot()
+
+
 def test_results_before_and_after_a_sample(tmp_path):
     pytest.importorskip("matplotlib")
     model = network("cpu")
