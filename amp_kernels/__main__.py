@@ -111,7 +111,7 @@ def main() -> int:
     name = "python -m amp_kernels" if Path(sys.argv[0]).name == "__main__.py" else "amp-kernels"
     parser: argparse.ArgumentParser = _Parser(prog=name, description=__doc__)
     parser.add_argument("--version", action="version", version=f"amp_kernels {amp_kernels.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command")
     for name, function in COMMANDS.items():
         command = commands.add_parser(name, help=(function.__doc__ or "").splitlines()[0])
         command.set_defaults(run=lambda _, function=function: function())
@@ -119,6 +119,9 @@ def main() -> int:
     audit.add_command(commands)
     bench.add_command(commands)
     arguments = parser.parse_args()
+    if arguments.command is None:
+        parser.print_help()
+        return 0
     try:
         code = arguments.run(arguments)
         sys.stdout.flush()

@@ -124,6 +124,13 @@ def test_a_mistyped_option_suggests_the_right_one(
     assert said.startswith("usage: amp-kernels ")
 
 
+def test_the_command_alone_prints_its_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["/venv/bin/amp-kernels"])
+    assert __main__.main() == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("usage: amp-kernels ") and "bench" in said.out and said.err == ""
+
+
 def test_a_reader_that_stops_is_no_error(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "amp_kernels", "info"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as info:
