@@ -22,7 +22,6 @@ from .report import environment, table
 if TYPE_CHECKING:
     from .benchmarks.summary import Line, Row
 
-NEEDS = ("matplotlib", "tabulate", "tqdm")
 # The time for the rounds of one case, in seconds. In each round, amp_kernels and every peer take a turn. With the
 # option `--quick`, which `_run` passes, a case has at least five rounds, however long they take. Before each turn, a
 # memory copy is timed. On a CPU its arrays are several times as large as the last-level cache, so a run takes longer on
@@ -40,7 +39,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "bench",
         help="Times every operator, and other libraries at the same work, in a few minutes.",
         description="Times every operator, and other libraries at the same work, at few sizes, in a few minutes. "
-        "Prints a table and writes CSV and PNG to a new folder.",
+        "Prints a table and writes CSV to a new folder, and PNG if matplotlib is installed.",
     )
     parser.add_argument("families", nargs="*", metavar="FAMILY", help="families to time (default: all)")
     parser.add_argument("--compare", type=Path, metavar="FOLDER", help="CSVs of another run, shown next to this one")
@@ -80,14 +79,11 @@ def _families(wanted: Sequence[str]) -> list[str]:
     if find_spec(f"{__package__}.benchmarks") is None:
         remedy = "install with `pip install --no-build-isolation -e .`"
         raise CannotRun(_loader.shadowed() or f"the benchmarks are not installed with the package; {remedy}")
-    from .benchmarks import FAMILIES  # this import needs none of the packages in NEEDS
+    from .benchmarks import FAMILIES
 
     unknown = [family for family in wanted if family not in FAMILIES]
     if unknown:
         raise CannotRun(f"FAMILY must be one of {', '.join(FAMILIES)}, got {unknown[0]!r}")
-    missing = [name for name in NEEDS if find_spec(name) is None]
-    if missing:
-        raise CannotRun(f"needs {' and '.join(missing)}; run `pip install {' '.join(missing)}`")
     return [family for family in FAMILIES if family in wanted or not wanted]
 
 
@@ -141,7 +137,7 @@ def _report(
     If `document` is None, print the table and what was not timed. Otherwise add both to `document` and print that as
     JSON.
     """
-    from .benchmarks import plot, summary
+    from .benchmarks import summary
 
     tables = {name: rows for name, rows in summary.benchmarks(out).items() if name in families}
     rows = [row for table_rows in tables.values() for row in table_rows]
@@ -149,7 +145,11 @@ def _report(
     # The benchmarks ran with `--quick`, which leaves out all peers under torch.compile. `absent` does not list these
     # peers, because the line that begins with "Peers under torch.compile" says how to time them.
     absent = {key: count for key, count in summary.not_timed(rows).items() if "--quick" not in key[1]}
-    plot.draw(out)
+    draws = find_spec("matplotlib") is not None
+    if draws:
+        from .benchmarks import plot
+
+        plot.draw(out)
     if document is not None:
         document["cases"] = [line.record() | _compared(line, earlier or {}) for line in found]
         document["not_timed"] = [{"name": name, "why": why, "cases": count} for (name, why), count in absent.items()]
@@ -161,7 +161,7 @@ def _report(
     print(f"Peers under torch.compile and larger sizes: `python -m {__package__}.benchmarks.bench_<family>`")
     if missing := summary.missing_packages(rows):
         print(f"Missing peers: run `pip install {' '.join(missing)}` to have them timed")
-    print(f"{out}: CSV and PNG")
+    print(f"{out}: CSV" + (" and PNG" if draws else "; run `pip install matplotlib` to have figures drawn"))
 
 
 def _print_table(found: Sequence[Line], earlier: dict[tuple[str, ...], Row] | None) -> None:

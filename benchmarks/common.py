@@ -20,7 +20,7 @@ import re
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
@@ -28,11 +28,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tabulate import tabulate
 from torch import Tensor
-from tqdm import tqdm
 
 import amp_kernels
+from amp_kernels.report import table
 
 from .summary import COPY, RESULTS
 
@@ -309,7 +308,7 @@ class Report:
         print(f"\n{shared['case']}, {shared['dtype']}, {shared['elements']:,} elements; {case.traffic}")
         columns = ["contender", "scaler", *FIELDS[8:17]]
         columns = [c for c in columns if any(row.get(c, "") != "" for row in rows)]
-        print(tabulate([[row.get(c, "") for c in columns] for row in rows if "median_ms" in row], columns))
+        print(table(columns, [[str(row.get(c, "")) for c in columns] for row in rows if "median_ms" in row]))
         for row in rows:
             if "median_ms" not in row:
                 print(f"not timed: {row['contender']}: {row['note']}")
@@ -418,7 +417,7 @@ def _interleave(
     order, shuffle = list(jobs.items()), random.Random(0).shuffle
     copy()
     deadline = time.perf_counter() + args.seconds
-    for done in tqdm(range(MAX_ROUNDS), desc="rounds", leave=False, delay=1, disable=None):
+    for done in _rounds():
         if done >= MIN_ROUNDS and time.perf_counter() > deadline:
             break
         shuffle(order)
@@ -428,6 +427,15 @@ def _interleave(
                 job.precede()
             times[contender].append(milliseconds(job.run, args.device, calls))
     return times, copies
+
+
+def _rounds() -> Iterable[int]:
+    """Shows a bar on a terminal if tqdm is installed."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return range(MAX_ROUNDS)
+    return tqdm(range(MAX_ROUNDS), desc="rounds", leave=False, delay=1, disable=None)
 
 
 def _middle_ratio(above: Sequence[float], below: Sequence[float]) -> float:
