@@ -56,7 +56,7 @@ test-clients: $(CLIENTS)/made
 
 # The same with the newest trainers that install, in a venv of their own; `make test-clients` has the pinned ones.
 test-clients-newest:
-	$(MAKE) test-clients CLIENTS=$(VENV)/newest NEWEST='accelerate hydra-core lightning timm transformers'
+	$(MAKE) test-clients CLIENTS=$(VENV)/newest NEWEST='accelerate hydra-core lightning peft pytorch-ignite timm transformers'
 
 # One wheel serves every Python >= 3.10 and every torch >= 2.10, on CUDA those of its major. What build/lib is left with
 # would be packed too. auditwheel names the oldest glibc in the tag; torch's libraries stay torch's.
