@@ -17,6 +17,8 @@ SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 FORMATTED = $(shell find csrc tests/harness -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp')
 
 CLIENTS := $(VENV)/clients
+# A line before each long step. pip's own lines follow, with bars on a terminal and without them in a log.
+SAY := @printf 'make: %s\n'
 
 .PHONY: demo test nightly faults test-slow test-clients test-clients-newest test-matrix installs wheel docs docs-browser lint format bench experiments asan-events gpu-check build venv clean
 
@@ -151,12 +153,15 @@ $(VENV)/made:
 	site=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
 	$(PYTHON) -c 'import sys, torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10); print(*(p for p in sys.path if p.endswith("-packages")), sep="\n")' \
 	  > $$site/active_python.pth 2>/dev/null || rm -f $$site/active_python.pth
-	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install --progress-bar off '$(TORCH)'
+	$(SAY) 'installs torch in .venv, unless the active Python has it: hundreds of MB, with CUDA some GB'
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install '$(TORCH)'
 	$(BIN)/pip install -q 'setuptools>=77' ninja
 	touch $@
 
 $(VENV)/built: $(VENV)/made $(SOURCES)
-	$(BIN)/pip install -q --no-build-isolation -e '.[dev]'
+	$(SAY) 'installs what tests and benchmarks import, and compiles the package. pip prints nothing while it compiles:'
+	@$(BIN)/python setup.py --version | grep '^amp_kernels: '
+	$(BIN)/pip install --no-build-isolation -e '.[dev]'
 	test -x $(BIN)/ruff || $(BIN)/pip install -q --ignore-installed --no-deps \
 	  $$($(BIN)/pip list --format=freeze | grep -E '^(clang-format|mypy|pytest|ruff)==')  # commands of the active Python
 	$(BIN)/python -m amp_kernels info
@@ -165,6 +170,7 @@ $(VENV)/built: $(VENV)/made $(SOURCES)
 # A venv of its own, so that `make test` always runs with the same packages. It sees all of $(VENV), editable installs
 # too, and keeps the versions there of what either needs.
 $(CLIENTS)/made: $(VENV)/built
+	$(SAY) 'installs the trainers, hundreds of MB'
 	$(BIN)/python -m venv --without-pip $(CLIENTS)
 	outer=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
 	site=$$($(CLIENTS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
@@ -172,7 +178,7 @@ $(CLIENTS)/made: $(VENV)/built
 	echo "import sys; sys.path.append('$(CURDIR)/tests/clients/trainers/site'); import torchvision_without_cuda" \
 	  > $$site/torchvision.pth
 	$(BIN)/pip list --format=freeze | grep -E '^(amp-kernels|numpy|torch)==' > $(CLIENTS)/constraints.txt
-	$(BIN)/pip --python $(CLIENTS)/bin/python install -q -c $(CLIENTS)/constraints.txt 'amp-kernels[clients]'
+	$(BIN)/pip --python $(CLIENTS)/bin/python install -c $(CLIENTS)/constraints.txt 'amp-kernels[clients]'
 	$(if $(NEWEST),$(BIN)/pip --python $(CLIENTS)/bin/python install -q --upgrade -c $(CLIENTS)/constraints.txt $(NEWEST))
 	touch $@
 
@@ -183,8 +189,9 @@ $(VENV)/docs/made: pyproject.toml
 	touch $@
 
 $(VENV)/toolkit: $(VENV)/made
+	$(SAY) 'installs nvcc for tests of GPU code, unless it is on PATH: hundreds of MB'
 	mkdir -p $@
-	command -v nvcc || test -x "$$CUDA_HOME/bin/nvcc" || $(BIN)/pip install -q --target $@ $(TOOLKIT) || \
+	command -v nvcc || test -x "$$CUDA_HOME/bin/nvcc" || $(BIN)/pip install --target $@ $(TOOLKIT) || \
 	  echo 'no nvcc here and none to install: what needs it is skipped'
 	touch $@
 
@@ -195,7 +202,8 @@ $(VENV)/cuda12: $(VENV)/made
 	touch $@
 
 $(VENV)/oldest_triton: $(VENV)/made
+	$(SAY) 'installs the oldest Triton that is supported, hundreds of MB'
 	mkdir -p $@
-	env -u PIP_CONSTRAINT $(BIN)/pip install -q --no-deps --target $@ '$(OLDEST_TRITON)' || \
+	env -u PIP_CONSTRAINT $(BIN)/pip install --no-deps --target $@ '$(OLDEST_TRITON)' || \
 	  echo 'no $(OLDEST_TRITON) to install: its test is skipped'
 	touch $@

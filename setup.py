@@ -123,15 +123,19 @@ def gencode(archs: str) -> list[str]:
 
 
 def announce(archs: str, flags: list[str], jobs: int) -> None:
-    """Print what a CUDA build is for, about how long it takes, and how to shorten it. pip shows it with -v."""
+    """Print what a build is for, about how long it takes, and how to shorten it. pip shows it with -v.
+
+    `archs` is "" if the CUDA kernels are not compiled.
+    """
     generations = len({flag.partition(",")[0] for flag in flags})
-    gpus = len(re.findall("code=sm_", " ".join(flags))) or len(archs.split(";"))
+    gpus = len(re.findall("code=sm_", " ".join(flags))) or len(archs.split(";")) * bool(archs)
     seconds = SECONDS + SECONDS_A_GENERATION * (generations or gpus) + SECONDS_A_GPU * gpus
     minutes = max(round(seconds / jobs / 60), 1)
-    time = f"{minutes} minute{'s' * (minutes > 1)} with {jobs} job{'s' * (jobs > 1)}"
-    print(f"amp_kernels: GPU architectures {archs}: about {time}")
-    print("amp_kernels: to shorten it, name your GPU's alone (TORCH_CUDA_ARCH_LIST=9.0) or raise MAX_JOBS", end="")
-    print("; progress is shown by `pip install -v`")
+    time = f"{minutes} minute{'s' * (minutes > 1)} with {jobs} job{'s' * (jobs > 1)} on idle cores"
+    print(f"amp_kernels: GPU architectures {archs or 'none'}: about {time}")
+    if archs:
+        print("amp_kernels: to shorten it, name your GPU's alone (TORCH_CUDA_ARCH_LIST=9.0) or raise MAX_JOBS", end="")
+        print("; AMP_KERNELS_BUILD=cpu leaves the CUDA kernels out; progress is shown by `pip install -v`")
 
 
 def extension(nvcc: Nvcc | None) -> tuple[list[Extension], dict[str, Any]]:
@@ -143,6 +147,8 @@ def extension(nvcc: Nvcc | None) -> tuple[list[Extension], dict[str, Any]]:
     flags += ["-ffp-contract=off", *([f"-march={arch}" if x86 else f"-mcpu={arch}"] if arch else [])]
     if not cpp_extension.is_ninja_available():
         print("amp_kernels: without ninja one file is compiled at a time; `pip install ninja` is faster")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    jobs = int(os.environ.get("MAX_JOBS") or cores) if cpp_extension.is_ninja_available() else 1
     sources = ["csrc/module.cpp", *sorted(glob("csrc/ops/*.cpp") + glob("csrc/cpu/*.cpp"))]
     ext = Extension("amp_kernels._C", sources, language="c++")
     ext.include_dirs, ext.library_dirs = cpp_extension.include_paths(), cpp_extension.library_paths()
@@ -153,8 +159,8 @@ def extension(nvcc: Nvcc | None) -> tuple[list[Extension], dict[str, Any]]:
         version, toolkit = nvcc
         cpp_extension.CUDA_HOME = str(toolkit)  # torch looks beside the wrapper, where there are no headers
         archs = os.environ.get("TORCH_CUDA_ARCH_LIST") or architectures(version)
-        flags, cores = gencode(archs), len(os.sched_getaffinity(0))
-        announce(archs, flags, int(os.environ.get("MAX_JOBS") or cores) if cpp_extension.is_ninja_available() else 1)
+        flags = gencode(archs)
+        announce(archs, flags, jobs)
         # Without this the longest source takes as long as all others together on 16 cores; 280 MB a thread.
         threads = [f"--threads={min(cores // 4, 4)}"] * (cores >= 8)
         ext.extra_compile_args["nvcc"] += [*flags, *threads]
@@ -164,6 +170,8 @@ def extension(nvcc: Nvcc | None) -> tuple[list[Extension], dict[str, Any]]:
         ext.libraries += ["torch_cuda", "cudart_static", "rt", "dl", "pthread"]
         ext.define_macros.append(("USE_CUDA", None))
         ext.sources += sorted(glob("csrc/cuda/*.cu"))
+    else:
+        announce("", [], jobs)
     return [ext], {"build_ext": cpp_extension.BuildExtension}
 
 

@@ -110,9 +110,13 @@ def test_estimate_of_a_build(capsys: pytest.CaptureFixture[str]) -> None:
     announce = of_setup("announce", SECONDS=6000, SECONDS_A_GENERATION=600, SECONDS_A_GPU=60)
     for archs, minutes in ((architectures((13, 0)), 100 + 4 * 10 + 8), ("8.6;8.9+PTX", 100 + 10 + 2), ("Ampere", 111)):
         announce(archs, gencode(archs), 1)
-        assert f"GPU architectures {archs}: about {minutes} minutes with 1 job\n" in capsys.readouterr().out
+        told = capsys.readouterr().out
+        assert f"GPU architectures {archs}: about {minutes} minutes with 1 job on idle cores\n" in told
         announce(archs, gencode(archs), 200)
-        assert f"GPU architectures {archs}: about 1 minute with 200 jobs\n" in capsys.readouterr().out
+        assert f"GPU architectures {archs}: about 1 minute with 200 jobs on idle cores\n" in capsys.readouterr().out
+    announce("", [], 1)
+    told = capsys.readouterr().out
+    assert told == "amp_kernels: GPU architectures none: about 100 minutes with 1 job on idle cores\n"
 
 
 def test_this_nvcc_knows_the_architectures() -> None:
