@@ -347,23 +347,15 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
             f"{', '.join(name for name in state_dict if _scale_and_counts(state_dict[name])) or 'none'}; call "
             "amp.initialize with the loss_scale and num_losses of the run that saved it"
         )
+    # Without bounds, so that the scale is clamped to those of the scaler.
+    own = {name: {**torch.amp.GradScaler.state_dict(s), **s._counts()} for name, s in scalers.items()}
     checked = [
-        (
-            scaler,
-            scaler._check_state_dict(
-                f"amp.load_state_dict: {name}", {**_without_bounds(scaler.state_dict()), **loaded[name]}
-            ),
-        )
+        (scaler, scaler._check_state_dict(f"amp.load_state_dict: {name}", {**own[name], **loaded[name]}))
         for name, scaler in scalers.items()
         if scaler.is_enabled()
     ]
     for scaler, values in checked:  # after all were checked
         scaler._load(values)
-
-
-def _without_bounds(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state dict of a scaler without its bounds. A scale that is loaded with it is clamped to them."""
-    return {name: value for name, value in state.items() if name not in ("min_scale", "max_scale")}
 
 
 def _scale_and_counts(saved: Any) -> dict[str, Any]:

@@ -293,12 +293,13 @@ class FusedOptimizer(WithCheckpoints):
     def _found_in_new_gradients(self) -> Tensor | None:
         """Returns a flag that is not 0 if a gradient holds NaN or inf.
 
-        None if there is no gradient, if no scaler decides, or if nothing has written the gradient that the last step
-        noted since that step. Before the first step it is not known whether a scaler decides.
+        None if there is no gradient, if no scaler decides on the host, or if nothing has written the gradient that the
+        last step noted since that step. Before the first step it is not known whether a scaler decides on the host,
+        except if one of `amp_kernels` has checked gradients for this optimizer.
         """
-        if self._steps > 0 and self._last_taken is None:
+        if self._last_taken is None and (self._steps > 0 or self._log.checks > 0):
             return None
-        last, version, stepped = self._last_taken or (type(None), 0, type(None))
+        last, version, stepped = self._last_taken or (_nothing, 0, _nothing)
         holder = stepped()
         groups = (self if holder is None else holder).param_groups
         by_device: dict[torch.device, list[Tensor]] = {}
@@ -600,7 +601,11 @@ def _weak(holder: Any) -> Callable[[], Any]:
     try:
         return ref(holder)
     except TypeError:  # its class has `__slots__`
-        return type(None)
+        return _nothing
+
+
+def _nothing() -> Any:
+    return None
 
 
 def _version_of(gradient: Tensor) -> int:
