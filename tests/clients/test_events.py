@@ -101,6 +101,18 @@ class MeddlingRMSprop(FusedRMSprop):
         return super().step(closure)
 
 
+class Container(torch.optim.Optimizer):
+    """Holds several optimizers in a list, as torchtitan's container."""
+
+    def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        super().__init__([p for optimizer in optimizers for p in optimizer.param_groups[0]["params"]], {})
+        self.optimizers = optimizers
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
 FAMILIES = {
     "sgd": FusedSGD,
     "rmsprop": FusedRMSprop,
@@ -589,6 +601,29 @@ class Training:
             self.scaler.update(value)
             self.scale = value
 
+    def contained(self, overflow: bool) -> None:
+        """A step of several optimizers in a container. After an overflow they stand still, and each says so."""
+        kind = next(base for base in self.kind.__mro__ if base in TORCH)
+        dtypes = (torch.float32, torch.bfloat16)  # torch's scaler unscales no fp16
+        params = [torch.nn.Parameter(p.detach().clone()) for p in self.params if p.dtype in dtypes and p.numel()]
+        if not params:
+            return
+        options = {**self.options, "max_grad_norm": None}
+        container = Container([kind([p], **options) for p in params])
+        scaler: Any = (amp_kernels.GradScaler if self.scaler is None else type(self.scaler))(self.device.type)
+        scaler.scale(torch.zeros((), device=self.device))
+        for p in params:
+            p.grad = torch.full_like(p, 8.0)
+        if overflow:
+            params[-1].grad[(0,) * params[-1].dim()] = math.inf
+        before = [p.detach().clone() for p in params]
+        scaler.step(container)
+        scaler.update()
+        for optimizer, p, old in zip(container.optimizers, params, before, strict=True):
+            assert bool(optimizer.step_was_skipped) == overflow, "step_was_skipped of an optimizer in a container"
+            if overflow:
+                assert_same(p, old, "a parameter of a container")
+
     def attach(self, i: int, key: str) -> None:
         """Adds a key of another library to the state, as Lookahead's slow weights. torch casts floats on loading."""
         i %= len(self.params)
@@ -869,6 +904,7 @@ OTHER = st.one_of(
     st.tuples(st.just("reset"), SMALL, choices("documented", "documented", "delete", "clear")),
     st.tuples(st.just("write_early"), SMALL),
     st.tuples(st.just("new_scale"), choices(2.0**5, 2.0**8, 2.0**12)),
+    st.tuples(st.just("contained"), st.booleans()),
     st.tuples(st.just("attach"), SMALL, choices(*FOREIGN)),
     st.tuples(st.just("cast_around"), st.lists(choices("state_dict", "master", "save"), min_size=1, max_size=2)),
     st.tuples(st.just("refused"), SMALL, choices("missing", "missing", "family", *BAD_STEPS, *BAD_STATES)),
