@@ -53,7 +53,7 @@ from .report import table
 __all__ = ["Explanation", "Finding", "audit", "explain"]
 
 ITEM = 2  # bytes of an element of the 16-bit dtypes
-# What `explain` says about times. The second one is in benchmarks/results/h200/device_times.csv.
+# Times in the sentences of an `Explanation`. The source of the second is benchmarks/results/h200/device_times.csv.
 _MEASURED_ENGINES = "fp16 4096 x 4096 x 4096 on an H100: 188 us with cuBLAS, 310 us in CUDA C++, 336 us in Triton"
 _MEASURED_COPIES = "fp16 4096 x 4095 x 4095 on an H200: 225 us with the copies, 1,025 us without"
 

@@ -3,7 +3,8 @@
 `python -m amp_kernels verify` and the tests run the same cases. A case makes its inputs, runs one operator on one
 backend, and checks the result. Most results may differ from an fp64 result. `error_and_allowed` computes how much they
 may differ, from the error of torch's result. The results of the int8 operators, except `int8_linear`, must equal those
-of the reference on the CPU bit for bit. Unscaled gradients must equal those of torch bit for bit, too.
+of the reference on the CPU bit for bit. So must the weights, masters and states of updates that round only once.
+Unscaled gradients must equal those of torch bit for bit.
 
 This runs all cases of one operator on the CPU:
 

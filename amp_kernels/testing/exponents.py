@@ -81,8 +81,8 @@ def _cases() -> Iterator[Case]:
         yield Case("count_exponents_", dtype, name, partial(_count, make, layout))
     for dtype, name, make in non_finite_inputs():
         yield Case("count_exponents_", dtype, name, partial(_count, make, "contiguous"))
-    for name, dtype in DTYPES.items():
-        yield Case("count_exponents_", name, "positions", partial(_count, partial(at_borders, dtype), "contiguous"))
+    for dtype, of in DTYPES.items():
+        yield Case("count_exponents_", dtype, "positions", partial(_count, partial(at_borders, of), "contiguous"))
 
 
 CASES: dict[str, tuple[Case, ...]] = {"count_exponents_": tuple(_cases())}

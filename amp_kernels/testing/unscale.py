@@ -94,12 +94,13 @@ def _positions(
     for length, layout in LENGTHS.items():
         positions = borders(length, layout, dtype)
         (vector,) = place([torch.ones(length, dtype=dtype)], device, layout)
-        flags = torch.zeros(len(positions), device=device)
+        flags = torch.zeros(length, device=device)  # one for each position, so that a message names the position
         for i, position in enumerate(positions):
             vector[position] = values[i % 2]
-            find(vector, flags[i])
+            find(vector, flags[position])
             vector[position] = 1.0
-        yield exact(f"found_inf at {positions}", flags, torch.ones(len(positions)))
+        expected = torch.zeros(length).index_fill(0, torch.tensor(positions), 1.0)
+        yield exact("found_inf of each position", flags, expected)
 
 
 def _unscale(

@@ -683,7 +683,7 @@ def test_bench_refuses_in_a_sentence(tmp_path, capsys, monkeypatch):
 
 
 def test_bench_runs_after_a_plain_install(tmp_path):
-    """Which brings none of these packages, neither to this process nor to those of the benchmarks."""
+    """Such an install lacks these packages, in this process and in those of the benchmarks."""
     absent = 'import sys; sys.modules.update(dict.fromkeys(("matplotlib", "sklearn", "tabulate", "tqdm")))'
     (tmp_path / "sitecustomize.py").write_text(absent)
     code = """
@@ -694,7 +694,8 @@ run = subprocess.run
 bench.subprocess.run = lambda command, **how: run([*command, "--rehearse", "--sizes", "1000"], **how)
 sys.exit(bench.bench(["unscale"], out=Path("out")))
 """
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)}
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^unscale +grad_norm +float32 +1,000 ", done.stdout, re.MULTILINE)

@@ -93,7 +93,6 @@ def test_explanations_are_sentences() -> None:
     one, both, none = (audit.explain((2**19, k), (k, n)) for k, n in ((1024, 63), (1023, 63), (64, 64)))
     assert str(one).startswith("cublas: ") and "; b is first copied" in str(one) and "131,072 bytes" in str(one)
     assert "; a and b are first copied" in str(both)
-    # The times that are named are those of the committed results.
     assert "188 us with cuBLAS" in str(none) and "225 us with the copies, 1,025 us without" in str(both)
     assert str(none).endswith("; nothing is copied")
 

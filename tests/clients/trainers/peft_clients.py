@@ -45,7 +45,7 @@ def parameters(model: PeftModel) -> list[torch.nn.Parameter]:
 def train(
     model: PeftModel, optimizer: Any, scaler: Any = None, dtype: torch.dtype | None = None, of: Tensor = rows
 ) -> list[float]:
-    """`dtype` is that of autocast. Returns the losses."""
+    """Returns the losses. `dtype`: for autocast."""
     losses = []
     for batch in of:
         with torch.autocast("cpu", dtype, enabled=dtype is not None):
@@ -118,7 +118,7 @@ def test_resume_is_bit_equal(tmp_path: Path, how: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("mode", ["weight_only", "dynamic"])
 def test_int8_base_layers_under_float_adapters(tmp_path: Path, mode: Any) -> None:
-    """`quantize_` comes after peft, with a filter. Loss and adapters are about those of the float model."""
+    """`quantize_` comes after peft, with a filter. The losses are within 1 % of the float model's."""
     model, plain = adapted(), adapted()
     quantize_(model, mode=mode, filter_fn=lambda layer, name: name.endswith("base_layer"))
     layers = [layer for layer in model.modules() if isinstance(layer, Int8Linear)]
