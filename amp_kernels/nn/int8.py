@@ -401,8 +401,8 @@ class Int8ProductLayer(Int8Weight):
         Args:
             x: The input.
             codes: None, or the scale and the zero point of the result. It is then an `Int8Tensor` without a gradient.
-            dtype: Dtype of floats that are computed from an `Int8Tensor`. None stands for that of autocast or of the
-                layer.
+            dtype: Dtype of floats that are computed from an `Int8Tensor`. None stands for the dtype of autocast or of
+                the layer.
         """
         raise NotImplementedError
 

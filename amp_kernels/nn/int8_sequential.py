@@ -36,7 +36,7 @@ class Int8Sequential(nn.Sequential):
         """Call the layers one after the other, as `nn.Sequential` does."""
         layers: list[Any] = list(self)
         scales = self._scales(layers, input)
-        x, dtype = input, None  # `dtype` is None, or that of the floats from which the codes `x` were computed
+        x, dtype = input, None  # if `x` is codes, `dtype` is the dtype of the floats before them
         lowest = None
         position = 0
         while position < len(layers):
