@@ -115,7 +115,7 @@ class DequantizedWeight(Tensor):
         have attributes by which `layer.weight = weight` finds the codes.
         """
         oriented = _permuted(codes, order)
-        self = None
+        self: Any = None
         # While compiling, no wrapper is made. It would save nothing, because the compiler drops a dequantization whose
         # result is not used. Inside a transform of torch.func, no wrapper is made either. In torch.vmap it would
         # dequantize the batched codes later, when that is no longer possible.
@@ -743,7 +743,7 @@ class Int8Embedding(Int8Weight):
         """
         codes = codes_to_share("Int8Embedding.from_embedding", weight, embedding)
         rows, width = codes.shape
-        options = {"max_norm": embedding.max_norm, "norm_type": embedding.norm_type}
+        options: dict[str, Any] = {"max_norm": embedding.max_norm, "norm_type": embedding.norm_type}
         layer = cls(rows, width, embedding.padding_idx, "meta", **options, embed_scale=factor_of(embedding) or 1.0)
         layer._share(codes, embedding.weight.dtype)
         return layer.train(embedding.training)

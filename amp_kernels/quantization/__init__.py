@@ -459,7 +459,7 @@ class _Prepared(LoadsItsKind):
 
 
 class _NotesReads(nn.Module):
-    """A layer of `prepare_qat_`. It notes whether code other than torch's and ours reads its weight.
+    """A layer of `prepare_qat_`. It notes whether code of another package than torch and this one reads its weight.
 
     A `forward` that does so computes with floats until `convert_`. A compiled function leaves no note.
     """
