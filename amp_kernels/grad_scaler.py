@@ -25,7 +25,7 @@ from .ops.checks import why_not_loaded
 from .ops.table import DTYPE_CODES
 from .optim._base import FusedOptimizer, OverflowLog, Verdict
 from .optim._plan import capturing
-from .optim._wrappers import with_wrapped, wrapped
+from .optim._wrappers import innermost, with_wrapped, wrapped
 
 __all__ = ["GradScaler", "Overflow"]
 
@@ -525,8 +525,8 @@ class GradScaler(torch.amp.GradScaler):
             return optimizer.step(*args, **kwargs)
         for skipped in with_wrapped(optimizer):
             torch_private.note_skipped_step(skipped)
-            # The class of a wrapper may be derived from that of the optimizer inside.
-            if isinstance(skipped, FusedOptimizer) and wrapped(skipped) is skipped:
+        for skipped in innermost(optimizer):  # the class of a wrapper may be derived from that of the optimizer inside
+            if isinstance(skipped, FusedOptimizer):
                 skipped._skip(found_inf)
         return None
 

@@ -28,7 +28,7 @@ from .ops.table import DTYPE_CODES
 from .optim._base import FusedOptimizer
 from .optim._plan import Plan, capturing
 from .optim._tensors import local
-from .optim._wrappers import with_wrapped, wrapped
+from .optim._wrappers import innermost, wrapped
 from .reference.exponents import COLUMNS, ZEROS
 from .report import table
 
@@ -594,7 +594,7 @@ def _check_arguments(model: Any, optimizer: Any, inner: Any, scaler: Any, every:
             "PrecisionReport: optimizer must be one of amp_kernels.optim, or a wrapper of one, got a "
             f"{type(optimizer).__name__}; train with one of amp_kernels.optim"
         )
-    if len({id(wrapped(one)) for one in with_wrapped(optimizer)}) > 1:
+    if len(innermost(optimizer)) > 1:
         raise TypeError(
             "PrecisionReport: optimizer must be one of amp_kernels.optim, or a wrapper of one, got a "
             f"{type(optimizer).__name__} that holds several; pass one of these, with a report for each"

@@ -32,7 +32,7 @@ from ._tensors import check_parameter, dense, local
 from ._wrappers import caller, is_in_wrappers_of_torch, wrapped
 
 _ZERO, _SCALER = "torch.distributed.optim.zero_redundancy_optimizer", "torch.amp.grad_scaler"
-_NEAR = 24  # calls from the step of a scaler to that of an optimizer inside a holder, of which hooks make several each
+_NEAR = 40  # calls from the step of a scaler to that of an optimizer inside a holder, of which hooks make several each
 
 
 @dataclass(eq=False)
@@ -168,11 +168,12 @@ class FusedOptimizer(WithCheckpoints):
         """Whether a scaler skipped the last step: a 0-dim bool tensor, on the device of the scaler's verdict.
 
         Making it does not wait for the device. Reading it, as ``if optimizer.step_was_skipped`` does, waits if the
-        device is a GPU. It is False without a scaler. Read it before the next step.
+        device is a GPU. Without a scaler it is False after a step. Read it before the next step.
 
         `torch.amp.GradScaler` skips a step on the host if other code overrides or wraps the step, or holds the
-        optimizer. It does not tell the optimizer. Then the gradients are checked for NaN and inf, so read this before
-        `zero_grad`. They are those of the holder, or until the first step that is not skipped, those of this optimizer.
+        optimizer. It does not tell the optimizer. Then the gradients of the holder are checked for NaN and inf, so read
+        this before `zero_grad`. Until a first step was taken, only this optimizer's own gradients are checked. If a
+        rank has shards of the gradients (DTensor, FSDP1), they are not checked, and such a skip is not seen.
         """
         found_inf = self._verdict()
         return torch.tensor(False, device="cpu") if found_inf is None else found_inf != 0
@@ -272,48 +273,54 @@ class FusedOptimizer(WithCheckpoints):
         self._steps += 1
         self._last_found_inf, self._last_taken = found_inf, None
         scaler = caller(_SCALER, _NEAR) if found_inf is None and plans else None
-        if scaler is not None:
+        if scaler is not None and scaler.f_locals["self"].is_enabled():
             gradient = plans[0].written[0].grad
             assert gradient is not None  # an update writes only parameters with a gradient
             self._last_taken = ref(gradient), _version_of(gradient), _weak(scaler.f_locals.get("optimizer"))
 
-    def _verdict(self) -> Tensor | None:
+    def _verdict(self, holder: Any = None) -> Tensor | None:
         """Returns a flag that is not 0 if a scaler skipped the last step, or None if no scaler looked at it.
 
         If torch's scaler skips a step on the host, it tells the optimizer nothing. So if a scaler decides on the host,
-        and the gradients are not those that the last step took, they are checked for NaN and inf.
+        and the gradients are not those that the last step took, they are checked for NaN and inf. `holder`: the object
+        that the scaler steps, if the caller knows it.
         """
         inner = wrapped(self) if self._steps == 0 else self
         if inner is not self:  # `self` is a wrapper whose class was derived from that of the optimizer
-            return inner._verdict() if isinstance(inner, FusedOptimizer) else None
-        return self._last_found_inf if self._last_found_inf is not None else self._found_in_new_gradients()
+            return inner._verdict(holder) if isinstance(inner, FusedOptimizer) else None
+        return self._last_found_inf if self._last_found_inf is not None else self._found_in_new_gradients(holder)
 
     @torch.compiler.disable
     @torch.no_grad()
-    def _found_in_new_gradients(self) -> Tensor | None:
+    def _found_in_new_gradients(self, holder: Any) -> Tensor | None:
         """Returns a flag that is not 0 if a gradient holds NaN or inf.
 
         None if there is no gradient, if no scaler decides on the host, or if nothing has written the gradient that the
         last step noted since that step. Before the first step it is not known whether a scaler decides on the host,
-        except if one of `amp_kernels` has checked gradients for this optimizer.
+        except if one of `amp_kernels` has checked gradients for this optimizer. Also None if this rank has only shards
+        of the gradients, because the ranks would disagree.
         """
         if self._last_taken is None and (self._steps > 0 or self._log.checks > 0):
             return None
         last, version, stepped = self._last_taken or (_nothing, 0, _nothing)
-        holder = stepped()
+        if (stepper := stepped()) is not None:
+            holder = stepper
         groups = (self if holder is None else holder).param_groups
         by_device: dict[torch.device, list[Tensor]] = {}
-        for gradient in (p.grad for group in groups for p in group["params"]):
+        for param in (p for group in groups for p in group["params"]):
+            gradient = param.grad
+            if isinstance(param, DTensor) or getattr(param, "_fsdp_flattened", False):
+                return None
             if gradient is None:
                 continue
             if gradient is last() and _version_of(gradient) == version:
                 return None
             if gradient.dtype in DTYPE_CODES and gradient.layout is torch.strided:  # others are of other optimizers
-                by_device.setdefault(gradient.device, []).append(local(gradient))
+                by_device.setdefault(gradient.device, []).append(gradient)
         flags = [torch.zeros((), dtype=torch.float32, device=device) for device in by_device]
         for flag, gradients in zip(flags, by_device.values(), strict=True):
             grad_norm(gradients, found_inf=flag)
-        return self._agree_over_meshes(flags) if flags else None
+        return _any(flags)
 
     def _count_down(self) -> None:
         """Counts a step that is not sampled. If the next one is to be sampled, lets the report prepare for it."""
@@ -341,8 +348,8 @@ class FusedOptimizer(WithCheckpoints):
         """Runs the gradient pass on every device; see `Plan.check`."""
         self._log.checks += clear
         for plan in plans:
-            if clear:
-                plan.found_inf, plan.found_before = plan.found_before, plan.found_inf
+            if write and self._last_found_inf is plan.found_inf:
+                self._last_found_inf = plan.found_inf.clone()  # the verdict on the step before, until the next step
             plan.check(_on(scale, plan.device), divide=divide, write=write, clear=clear)
         norms = [plan.norm for plan in plans]
         self._norm = total_norm(norms) if len(norms) > 1 else next(iter(norms), None)
@@ -372,11 +379,7 @@ class FusedOptimizer(WithCheckpoints):
         meshes = list(dict.fromkeys(mesh for plan in self._plans or () for mesh in plan.meshes))
         if not flags and meshes:
             flags = [torch.zeros((), dtype=torch.float32, device=meshes[0].device_type)]
-        if not flags:
-            return None
-        found_inf = flags[0]
-        if len(flags) > 1:
-            found_inf = torch.stack([to_device(flag, found_inf.device) for flag in flags]).sum()
+        found_inf = _any(flags)
         for mesh in meshes:
             for dim in range(mesh.ndim):
                 torch.distributed.all_reduce(found_inf, torch.distributed.ReduceOp.MAX, group=mesh.get_group(dim))
@@ -595,6 +598,13 @@ def _scalar(optimizer: FusedOptimizer, name: str) -> Tensor | None:
     if not isinstance(value, Tensor):
         return None
     return value if value.dtype is torch.float32 and value.ndim == 0 else value.float().view(())
+
+
+def _any(flags: list[Tensor]) -> Tensor | None:
+    """Returns a flag that is not 0 if one of `flags` is not 0, on the device of the first. None if there is none."""
+    if len(flags) < 2:
+        return next(iter(flags), None)
+    return torch.stack([to_device(flag, flags[0].device) for flag in flags]).sum()
 
 
 def _weak(holder: Any) -> Callable[[], Any]:

@@ -146,8 +146,7 @@ class Plan:
         # The `Record` of csrc/table.h, int64: the ticket, the number of passes, and the pass and parameter of the last
         # overflow.
         self.record = record
-        # The result of the last pass that cleared it, and that of the pass before, which may be the verdict on a step.
-        self.found_inf, self.found_before = (torch.zeros((), dtype=torch.float32, device=device) for _ in range(2))
+        self.found_inf = torch.zeros((), dtype=torch.float32, device=device)
         self.norm = torch.zeros((), dtype=torch.float32, device=device)
         self.written: list[Tensor] = []  # the parameters that an update writes: those with a gradient
 
@@ -175,9 +174,8 @@ class Plan:
                 for 1. `norm` is the norm of the scaled gradients.
             divide: Whether to divide by `scale`.
             write: Whether to write the scaled gradients.
-            clear: If True, `found_inf` is another tensor than before, it starts at 0, and `record` counts the pass. If
-                False, `found_inf` starts from the result of an earlier pass over the same gradients, and `record` does
-                not change.
+            clear: If True, `found_inf` starts at 0, and `record` counts the pass. If False, `found_inf` starts from the
+                result of an earlier pass over the same gradients, and `record` does not change.
         """
         raise NotImplementedError
 
@@ -539,8 +537,7 @@ class NativePlan(Plan):
         used = copies + [column.param for column in self._columns.values() if column.is_mirrored]
         if stream.cuda_stream not in layout.streams:
             layout.streams.add(stream.cuda_stream)
-            flags = self.found_inf, self.found_before
-            used += [layout.entries, layout.partials, layout.block.words, *flags, self.norm, self.record]
+            used += [layout.entries, layout.partials, layout.block.words, self.found_inf, self.norm, self.record]
         for scratch in used:
             scratch.record_stream(stream)
 

@@ -22,7 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_HOLD_NONE = ("amp_kernels.optim.", "torch.optim.")  # modules of optimizers that hold no other
 _DEPTH = 4  # of nested containers; a list may contain itself
+_LONG = 256  # entries; a longer container is searched only if it does not begin with a number or a text
 
 
 def wrapped(optimizer: Any) -> Any:
@@ -44,6 +46,12 @@ def with_wrapped(optimizer: Any) -> list[Any]:
     return found
 
 
+def innermost(optimizer: Any) -> list[Any]:
+    """Returns the optimizers among `with_wrapped` that hold no other one. If `optimizer` holds none, returns it."""
+    found = with_wrapped(optimizer)
+    return [one for one in found if not _held(one, [one, optimizer])]
+
+
 def _held(holder: Any, seen: list[Any]) -> list[Any]:
     """Returns the optimizers in attributes of `holder`, without those in `seen`.
 
@@ -52,9 +60,11 @@ def _held(holder: Any, seen: list[Any]) -> list[Any]:
     ``base_optimizer`` and more. If `holder` has parameter groups of its own, it steps an optimizer only if that
     optimizer has at least one parameter of these groups.
     """
+    if type(holder).__module__.startswith(_HOLD_NONE):  # also if one refers to its wrapper
+        return []
     named = [getattr(holder, name, None) for name in ("optim", "optimizer", "optimizers")]  # may be properties
     values = [*named, *getattr(holder, "__dict__", {}).values()]
-    values.sort(key=lambda value: not isinstance(value, torch.optim.Optimizer))  # first those that are in no container
+    values.sort(key=lambda value: not _is_optimizer(value))  # first those that are in no container
     new: list[Any] = []
     for optimizer in (optimizer for value in values for optimizer in _optimizers_in(value)):
         if all(optimizer is not other for other in (*seen, *new)) and _shares(optimizer, holder):
@@ -62,27 +72,35 @@ def _held(holder: Any, seen: list[Any]) -> list[Any]:
     return new
 
 
-def _optimizers_in(value: Any, depth: int = 0) -> Iterator[torch.optim.Optimizer]:
+def _is_optimizer(value: Any) -> bool:
+    """Whether `value` is an optimizer, or an object that has a step and parameter groups as one has."""
+    if isinstance(value, torch.optim.Optimizer):
+        return True
+    return callable(getattr(type(value), "step", None)) and hasattr(value, "param_groups")
+
+
+def _optimizers_in(value: Any, depth: int = 0) -> Iterator[Any]:
     """Yields `value`, or the optimizers in a list, tuple or dict and in its entries.
 
-    A container that begins with a tensor is left out, since it may have thousands of parameters or states.
+    Data is left out: parameters, states, a list of all losses. It may have thousands of entries.
     """
-    if isinstance(value, torch.optim.Optimizer):
+    if _is_optimizer(value):
         yield value
-    elif isinstance(value, (list, tuple, dict)) and depth < _DEPTH and not _begins_with_tensor(value):
+    elif isinstance(value, (list, tuple, dict)) and depth < _DEPTH and not _is_data(value):
         for entry in value.values() if isinstance(value, dict) else value:
             yield from _optimizers_in(entry, depth + 1)
 
 
-def _begins_with_tensor(value: Any) -> bool:
+def _is_data(value: Any) -> bool:
+    plain = (Tensor, int, float, str) if len(value) > _LONG else Tensor
     for _ in range(_DEPTH):
         if not isinstance(value, (list, tuple, dict)) or not value:
             break
         value = next(iter(value.values() if isinstance(value, dict) else value))
-    return isinstance(value, Tensor)
+    return isinstance(value, plain)
 
 
-def _shares(inner: torch.optim.Optimizer, holder: Any) -> bool:
+def _shares(inner: Any, holder: Any) -> bool:
     groups = getattr(holder, "param_groups", None)
     if groups is None or groups is inner.param_groups:
         return True

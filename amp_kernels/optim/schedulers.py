@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ._base import FusedOptimizer
-from ._wrappers import wrapped
+from ._wrappers import innermost
 
 
 class SkipAwareScheduler(LRScheduler):
@@ -68,18 +68,20 @@ class SkipAwareScheduler(LRScheduler):
                 "SkipAwareScheduler: scheduler must be one of torch.optim.lr_scheduler that counts steps, got a "
                 f"{type(scheduler).__name__}"
             )
-        optimizer = wrapped(scheduler.optimizer)
-        if not isinstance(optimizer, FusedOptimizer):
+        optimizer = _stepped(scheduler.optimizer)
+        if optimizer is None:
             raise TypeError(
                 "SkipAwareScheduler: the optimizer of scheduler must be one of amp_kernels.optim, got a "
-                f"{type(optimizer).__name__}; if amp.initialize replaces the optimizer, call it before"
+                f"{type(scheduler.optimizer).__name__}; if amp.initialize replaces the optimizer, call it before"
             )
         self.scheduler = scheduler
         self._was_skipped: bool | _Verdict | None = None  # what the next call acts on
         self._steps_before = optimizer._steps  # the optimizer's count at the last call
 
     def __getattribute__(self, name: str) -> Any:
+        classes = type(self).__mro__  # those before LRScheduler are this class and subclasses of it
         is_own = name in _OWN or name.startswith("__")
+        is_own = is_own or any(name in vars(each) for each in classes[: classes.index(LRScheduler)])
         return super().__getattribute__(name) if is_own else getattr(self.scheduler, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -106,7 +108,7 @@ class SkipAwareScheduler(LRScheduler):
         if epoch == 0:
             return self.scheduler.step(epoch)
         # After a step, gradients need not be looked at: `step` noted its verdict.
-        found_inf = optimizer._last_found_inf if steps > 0 else optimizer._verdict()
+        found_inf = optimizer._last_found_inf if steps > 0 else optimizer._verdict(self.optimizer)
         is_at_once = found_inf is None or steps > 1
         if not is_at_once:
             self._was_skipped = _ask(found_inf)
@@ -160,13 +162,15 @@ class SkipAwareScheduler(LRScheduler):
         self._steps_before = _stepped(self.optimizer)._steps - state["steps"]
 
 
-_OWN = frozenset({*vars(SkipAwareScheduler), "scheduler", "_was_skipped", "_steps_before"})
+_OWN = frozenset({"scheduler", "_was_skipped", "_steps_before"})
 
 
 def _stepped(optimizer: Any) -> Any:
-    """Returns the fused optimizer in a chain of wrappers."""
+    """Returns the fused optimizer in a chain of wrappers, the first one if they hold several. None if there is none."""
     # If an optimizer has counted steps, it is not a wrapper. The search would take longer than the scheduler's step.
-    return optimizer if getattr(optimizer, "_steps", 0) else wrapped(optimizer)
+    if isinstance(optimizer, FusedOptimizer) and optimizer._steps > 0:
+        return optimizer
+    return next((one for one in innermost(optimizer) if isinstance(one, FusedOptimizer)), None)
 
 
 def _ask(found_inf: Tensor) -> bool | _Verdict:

@@ -614,8 +614,9 @@ class Training:
         scaler.scale(torch.zeros((), device=self.device))
         for p in params:
             p.grad = torch.full_like(p, 8.0)
-        if overflow:
-            params[-1].grad[(0,) * params[-1].dim()] = math.inf
+        # Before the first step, an optimizer under torch's scaler does not know the gradients of the others.
+        for p in params[-1:] if isinstance(scaler, amp_kernels.GradScaler) else params:
+            p.grad[(0,) * p.dim()] = math.inf if overflow else 8.0
         before = [p.detach().clone() for p in params]
         scaler.step(container)
         scaler.update()

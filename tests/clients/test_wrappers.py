@@ -27,7 +27,7 @@ from optim_cases import (
 from torch.optim import lr_scheduler
 
 from amp_kernels import PrecisionReport
-from amp_kernels.optim import FusedSGD, SkipAwareScheduler, _base, ema_, fp32_state_dict
+from amp_kernels.optim import FusedSGD, SkipAwareScheduler, _base, _wrappers, ema_, fp32_state_dict
 
 SCALERS = {"ours": started, "torch's": stock}
 # torch's scaler unscales no fp16 gradients, which it must where a wrapper does not pass its verdict on.
@@ -275,12 +275,20 @@ class PlainContainer:
             optimizer.step()
 
 
+def known(container: Any) -> Any:
+    for optimizer in container.optimizers:
+        optimizer.holder = container
+    return container
+
+
 HOLDERS: dict[str, Callable[[list[Any]], Any]] = {
     "a list": Container,
     "pairs in a dict": PlainContainer,
     "containers in a container": lambda os: Container([Container(os[:1]), Container(os[1:])]),
     "wrappers in a container": lambda os: Container([DynamicSubclass(o) for o in os]),
     "a wrapped container": lambda os: Duck(Container(os)),
+    "plain containers in one": lambda os: PlainContainer([PlainContainer([o]) for o in os]),
+    "a holder that they know": lambda os: known(Container(os)),
 }
 HOLDERS |= {
     name: lambda os, wrap=wrap: Container([wrap(o) for o in os]) for name, wrap in WRAPPERS.items() if name != "duck"
@@ -364,6 +372,59 @@ def test_a_skip_is_seen_in_gradients_that_are_written_in_place():
         said.append(bool(inner.step_was_skipped))
         optimizer.zero_grad(set_to_none=False)
     assert said == [False, True, False]
+
+
+@pytest.mark.parametrize("kind", SCALERS)
+def test_a_disabled_scaler_skips_nothing(monkeypatch, kind):
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = FusedSGD([weight], lr=0.1)
+    scaler = type(SCALERS[kind](torch.device("cpu")))("cpu", enabled=False)
+    weight.grad = torch.ones(3)
+    scaler.step(optimizer)
+    monkeypatch.setattr(_base, "grad_norm", None)
+    weight.grad = torch.full((3,), torch.inf)  # of the next iteration
+    assert not optimizer.step_was_skipped
+
+
+def test_gradients_of_which_a_rank_has_a_part_are_not_looked_at(monkeypatch):
+    """The ranks would say different things."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = FusedSGD([weight], lr=0.1)
+    weight.grad = torch.full((3,), torch.inf)
+    assert optimizer.step_was_skipped
+    weight._fsdp_flattened = True
+    monkeypatch.setattr(_base, "grad_norm", None)
+    assert not optimizer.step_was_skipped
+
+
+def test_the_verdict_on_a_step_lasts_until_the_next_one():
+    """Gradients may be unscaled before. A graph goes on writing the flag that it has captured."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer, scaler = FusedSGD([weight], lr=0.1), started(torch.device("cpu"))
+    flags = []
+    for factor in (torch.inf, 1.0, torch.inf, 1.0):
+        optimizer.zero_grad()
+        scaler.scale((weight * factor).sum()).backward()
+        scaler.step(optimizer)
+        flags.append(optimizer._last_found_inf)
+        scaler.update()
+    assert all(flag is flags[0] for flag in flags)
+    for _ in range(3):  # no step follows
+        weight.grad = torch.full((3,), torch.inf)
+        scaler.unscale_(optimizer)
+        scaler.update()
+        assert not optimizer.step_was_skipped
+
+
+def test_a_long_list_of_numbers_is_not_searched():
+    class Losses(list):
+        def __iter__(self):
+            yield self[0]
+            raise AssertionError("searched")
+
+    holder = Duck(FusedSGD([torch.nn.Parameter(torch.ones(3))], lr=0.1))
+    holder.losses = Losses([0.5] * 1000)
+    assert _wrappers.wrapped(holder) is holder.inner
 
 
 def test_other_functions_refuse_a_holder_of_several():

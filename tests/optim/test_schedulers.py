@@ -285,6 +285,39 @@ def test_several_calls_for_one_step_are_steps_of_the_scheduler() -> None:
     assert scheduler.last_epoch == 9
 
 
+def test_a_subclass_has_its_own_methods() -> None:
+    class Sub(SkipAwareScheduler):
+        def get_last_lr(self) -> list[Any]:
+            return ["own", *super().get_last_lr()]
+
+        def twice(self) -> None:
+            self.step()
+            self.step()
+
+    scheduler = Sub(lr_scheduler.ExponentialLR(FusedSGD([weight_of()], lr=1.0), 0.5))
+    scheduler.twice()
+    assert scheduler.get_last_lr() == ["own", 0.25]
+
+
+def test_an_optimizer_that_has_a_count_of_steps_or_others_first() -> None:
+    class Counting(torch.optim.Optimizer):
+        def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
+            self.optimizers, self._steps = optimizers, 0
+            super().__init__([p for o in optimizers for p in o.param_groups[0]["params"]], {"lr": 1.0})
+
+        def step(self, closure: Any = None) -> None:
+            self._steps += 1
+            for optimizer in self.optimizers:
+                optimizer.step()
+
+    optimizer = Counting([torch.optim.SGD([weight_of()], lr=1.0), FusedSGD([weight_of()], lr=1.0)])
+    scheduler = SkipAwareScheduler(lr_scheduler.ExponentialLR(optimizer, 0.5))
+    for _ in range(2):
+        optimizer.step()
+        scheduler.step()
+    assert scheduler.get_last_lr() == [0.25]
+
+
 def test_what_is_refused() -> None:
     theirs, ours = torch.optim.SGD([weight_of()], lr=1.0), FusedSGD([weight_of()], lr=1.0)
     with pytest.raises(
