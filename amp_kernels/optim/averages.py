@@ -35,8 +35,8 @@ def ema_(averages: Iterable[Tensor], optimizer: FusedOptimizer, decay: float) ->
 
     If a scaler skipped the last step, the averages do not change. The device decides this, so the host does not wait.
     If other code overrides or wraps the optimizer's step, or holds the optimizer, `torch.amp.GradScaler` does not tell
-    the optimizer about a skipped step. `ema_` then looks for NaN and inf in the optimizer's gradients, so call it
-    before `zero_grad`.
+    the optimizer about a skipped step. `ema_` then looks for NaN and inf in the gradients, so call it before
+    `zero_grad`. `step_was_skipped` says when it cannot see them.
 
     A call reads 8 bytes and writes 4 bytes per weight, in one launch per combination of dtypes. The kernel computes
     `average - (1 - decay) * (average - master)`. With a decay of 0 the last bits of the average may therefore differ
