@@ -137,8 +137,15 @@ def with_warmup(optimizer: Any) -> Any:
     return create_lr_scheduler_with_warmup(ExponentialLR(optimizer, 0.9), 0.01, 4)
 
 
+def of_ours(optimizer: Any) -> Any:
+    """ignite reads and writes the attributes of the scheduler inside."""
+    scheduler = ExponentialLR(optimizer, 0.9)
+    return LRScheduler(SkipAwareScheduler(scheduler) if isinstance(optimizer, FusedSGD) else scheduler)
+
+
 SCHEDULES = {
     "torch": of_torch,
+    "skip-aware": of_ours,
     "warmup": with_warmup,
     "cyclical": functools.partial(
         LinearCyclicalScheduler, param_name="lr", start_value=0.1, end_value=0.01, cycle_size=8
