@@ -303,8 +303,17 @@ def kind_of(layer: Any) -> str:
     name = kind.__name__ if is_known else f"{kind.__module__}.{kind.__qualname__}"
     if not isinstance(layer, CONVOLUTIONS):
         return name
-    of_plain = {"groups": 1, "padding_mode": "zeros"}
-    return name + "".join(f" with {key}={now!r}" for key in of_plain if (now := getattr(layer, key)) != of_plain[key])
+    from .int8_conv import pads_both_ends_alike  # which imports this file
+
+    plain: dict[str, object] = {"groups": 1, "padding_mode": "zeros"}
+    if is_transposed(layer):
+        plain |= {"kernel_size": layer.stride, "stride": layer.kernel_size}
+        zeros = (0,) * len(layer.stride)
+        plain |= {"padding": zeros, "output_padding": zeros, "dilation": (1,) * len(layer.stride)}
+    elif layer.padding == "same" and not pads_both_ends_alike(layer):
+        plain |= {"kernel_size": None, "padding": None}
+    unusual = [f"{key}={now!r}" for key in plain if (now := getattr(layer, key)) != plain[key]]
+    return name + (" with " + ", ".join(unusual) if unusual else "")
 
 
 def of_all_blocks(name: str) -> str:

@@ -468,6 +468,8 @@ def test_observers_change_no_output(device):
 def test_what_stays_in_floating_point_is_named(caplog):
     layers = {
         "grouped": nn.Conv2d(4, 4, 3, groups=2),
+        "more_at_the_end_of_a_line": nn.Conv1d(4, 4, 4, padding="same", dilation=3),
+        "converted_same": nn.Conv1d(4, 4, 4, padding="same", dilation=2),
         "reflected": nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"),
         "more_at_the_end": nn.Conv2d(4, 4, 2, padding="same"),
         "overlapping": nn.ConvTranspose2d(4, 4, 3),
@@ -484,15 +486,27 @@ def test_what_stays_in_floating_point_is_named(caplog):
         "converted_up": nn.ConvTranspose2d(4, 4, 2, 2),
         "converted_line": nn.ConvTranspose1d(4, 4, 2, 2),
     }
+    reasons = {
+        "grouped": "groups=2",
+        "more_at_the_end_of_a_line": "kernel_size=(4,), padding='same'",
+        "reflected": "padding_mode='reflect'",
+        "more_at_the_end": "kernel_size=(2, 2), padding='same'",
+        "overlapping": "kernel_size=(3, 3), stride=(1, 1)",
+        "with_gaps": "kernel_size=(2, 2), stride=(3, 3)",
+        "turned": "kernel_size=(2, 3), stride=(3, 2)",
+        "cut": "padding=(1, 1)",
+        "longer": "output_padding=(1, 1)",
+        "dilated": "dilation=(2, 2)",
+        "grouped_up": "groups=2",
+        "overlapping_line": "kernel_size=(3,), stride=(2,)",
+    }
     model = nn.ModuleDict(layers)
     with caplog.at_level("INFO", "amp_kernels"):
         quantize_(model, "dynamic")
     (line,) = caplog.messages
     for name, layer in layers.items():
-        reasons = f" with groups={layer.groups}" * (layer.groups > 1) + " with padding_mode='reflect'" * (
-            name == "reflected"
-        )
-        is_left = f"{name}.weight of {type(layer).__name__}{reasons} " in line
+        reason = f" with {reasons[name]}" if name in reasons else ""
+        is_left = f"{name}.weight of {type(layer).__name__}{reason} " in line
         assert is_left == (not name.startswith("converted")) and (type(model[name]) is type(layer)) == is_left
     assert caplog.records[0].levelname == "WARNING"
 

@@ -721,7 +721,7 @@ def test_a_sizable_part_that_is_left_is_a_warning(caplog):
     assert not said(caplog, lambda: quantize_(model(1)))[2]
     converted, line, warns = said(caplog, lambda: quantize_(model(4)))
     assert warns and type(converted[0]) is Int8Linear
-    left = "left 28.1% (*.weight of ConvTranspose2d 28.1%)"
+    left = "left 28.1% (*.weight of ConvTranspose2d with kernel_size=(5, 5), stride=(1, 1) 28.1%)"
     assert line == f"quantize_: converted 71.9% (*.weight 71.9%) of the parameters' bytes; {left}"
     two = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     assert not said(caplog, lambda: quantize_(two, filter_fn=lambda _, name: name == "0"))[
