@@ -424,7 +424,7 @@ class MinMaxObserver(FixedDtypes):
             raise ValueError(
                 f"convert_: layer {name!r} must have seen a batch, got none; run some batches through the prepared "
                 f"model{when}, or, if its input never reaches the layer, leave it out of the float model's preparation "
-                f"with filter_fn=lambda layer, name: not name.endswith({name.rpartition('.')[2]!r})"
+                f"with filter_fn=lambda layer, name: name != {name!r}"
             )
         if not (abs(low) < torch.inf and abs(high) < torch.inf):
             raise ValueError(f"convert_: inputs of layer {name!r} must be finite, got a range from {low} to {high}")

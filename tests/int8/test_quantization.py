@@ -393,6 +393,27 @@ def test_a_layer_that_no_batch_reaches_is_named_with_the_way_out():
     assert type(convert_(model)["query"]) is Int8Linear and type(model["query_global"]) is nn.Linear
 
 
+@pytest.mark.parametrize("unused", ["0", "10.0"])
+def test_the_way_out_leaves_no_other_layer(unused):
+    layers = {str(i): nn.Sequential(nn.Linear(4, 4)) if i == 10 else nn.Linear(4, 4) for i in range(12)}
+    model, x = nn.ModuleDict(layers), torch.ones(1, 4)
+
+    def run():
+        for name, layer in model.named_modules():
+            if isinstance(layer, nn.Linear) and name != unused:
+                layer(x)
+
+    original = copy.deepcopy(model)
+    prepare_(model)
+    run()
+    with pytest.raises(ValueError, match=f"layer '{unused}' must have seen a batch") as e:
+        convert_(model)
+    model = prepare_(original, eval(str(e.value).rpartition("filter_fn=")[2]))
+    run()
+    convert_(model)
+    assert [name for name, layer in model.named_modules() if type(layer) is nn.Linear] == [unused]
+
+
 class ReadsWeights(nn.Module):
     """Reads weights next to calling layers: positions as CLIP, a dtype as T5, a product by hand as RWKV."""
 
