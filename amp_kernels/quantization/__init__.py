@@ -318,8 +318,8 @@ def convert_(model: nn.Module) -> nn.Module:
     new: dict[Any, Any] = {layer: codes.give(layer, layer.convert) for layer in prepared}
     if read := [name for layer, name in prepared.items() if isinstance(layer, _NotesReads) and layer.is_read]:
         LOG.info(
-            "convert_: code outside of these layers has read their weights, which were floats and are dequantized int8 "
-            "from now on, so results may change: %s",
+            "convert_: code outside of these layers has read their weights, in forward or elsewhere. The weights were "
+            "floats and are dequantized int8 from now on, so what is computed from them may change: %s",
             ", ".join(dict.fromkeys(map(of_all_blocks, read))),
         )
     result = _replace_layers("convert_", model, new, None)  # `prepare_` or `prepare_qat_` has warned already

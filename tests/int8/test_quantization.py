@@ -473,7 +473,8 @@ def test_weights_that_were_read_in_training_are_named(mode, caplog):
         with caplog.at_level("INFO", "amp_kernels"):
             convert_(model)
         assert torch.equal(model(x), before) == (names is None) and len(caplog.messages) == 1 + (names is not None)
-        assert names is None or caplog.messages[0].endswith(f"so results may change: {names}")
+        assert names is None or caplog.messages[0].endswith(f"what is computed from them may change: {names}")
+        assert names is None or "in forward or elsewhere" in caplog.messages[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
