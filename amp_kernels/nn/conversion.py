@@ -81,10 +81,12 @@ def has_hooks(module: nn.Module) -> bool:
 def additions(layer: nn.Module) -> list[str]:
     """Return the names of the parameters, buffers and modules in a float layer, except its weight and its bias.
 
-    Buffers that a class adds itself and that are not saved are no additions: `factor_of` finds out what they are for.
+    In a subclass of `nn.Embedding`, an unsaved buffer with one element is no addition. `factor_of` reads its value.
     """
     known = {"weight", "bias"}
-    known |= layer._non_persistent_buffers_set if not type(layer).__module__.startswith("torch.nn.") else set()
+    if isinstance(layer, nn.Embedding) and type(layer) is not nn.Embedding:
+        buffers = layer._buffers
+        known |= {n for n in layer._non_persistent_buffers_set if (b := buffers[n]) is not None and b.numel() == 1}
     return [name for name in (*layer._parameters, *layer._buffers, *layer._modules) if name not in known]
 
 
@@ -94,8 +96,8 @@ def factor_of(layer: Any) -> float | None:
 
     `layer` is of such a class or of a subclass. If it does anything else, or has something that a new layer would lose,
     return None. A subclass may inherit `forward`, compute the same in another way, as the linear layers of Falcon and
-    timm do, or scale the rows of a table, as Gemma and BART do. To find out, `forward` of a copy with a small random
-    weight is called.
+    timm do, or scale the rows of a table, as Gemma and BART do. To find out, `forward` of copies with small random
+    weights is called. A class with public names that the base class lacks also gives None: other code may use them.
     """
     base = next(kind for kind in (nn.Linear, nn.Embedding, *CONVOLUTIONS) if isinstance(layer, kind))
     kind, weight = type(layer), layer._parameters.get("weight")
@@ -104,6 +106,8 @@ def factor_of(layer: Any) -> float | None:
     # An nn.MultiheadAttention reads the weight of a NonDynamicallyQuantizableLinear and does not call it.
     is_read = kind is NonDynamicallyQuantizableLinear
     if weight is None or is_lazy(weight) or is_read or has_hooks(layer) or additions(layer):
+        return None
+    if any(not name.startswith("_") for name in {*dir(kind)} - {*dir(base)}):
         return None
     if all(getattr(kind, name) is getattr(base, name) for name in ("forward", "_conv_forward") if hasattr(base, name)):
         return 1.0
@@ -122,22 +126,44 @@ def factor_of(layer: Any) -> float | None:
 
 
 def _results(base: Any, layer: Any, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-    """Return the results of `base` and of a copy of `layer` with a small weight, for several inputs."""
-    random, pairs = torch.Generator().manual_seed(0), []
-    for shape, training in (((7,), True), ((2, 3, 4), False)):
-        small = copy.copy(layer)
+    """Return the results of `base` and of copies of `layer`, one with all its outputs and one with all its inputs.
+
+    Raise TypeError if a copy accepts what `base` refuses, or if a linear layer changes the dtype of its input.
+    """
+    random, pairs, is_table = torch.Generator().manual_seed(0), [], base is nn.Embedding
+    outputs, inputs = layer.weight.shape
+    # All rows of a table are read, because a layer may treat one of them in another way, for example `padding_idx`.
+    for sizes, shape in (((outputs, 8), (outputs if is_table else 7,)), ((5, inputs), (2, 3, 4))):
+        small, has_all_outputs = copy.copy(layer), len(shape) == 1
         # The numbers have many magnitudes and both signs, so that a limit or a ReLU shows.
-        weight, bias, x = (torch.randn(n, generator=random).pow(5) for n in ((5, 8), (5,), (*shape, 8)))
+        weight, bias = (torch.randn(n, generator=random).pow(5) for n in (sizes, sizes[:1]))
         weight[0, 0] = 1
-        x = torch.arange(math.prod(shape)).remainder(5).view(shape) if base is nn.Embedding else x.to(dtype)
         values = {"weight": weight, "bias": bias}
         parameters = {n: p if p is None else nn.Parameter(values[n].to(dtype)) for n, p in layer._parameters.items()}
         buffers = {n: b if b is None else b.to("cpu", copy=True) for n, b in layer._buffers.items()}
-        vars(small).update(_parameters=parameters, _buffers=buffers, training=training)
-        if base is nn.Embedding:
-            small.padding_idx = small.max_norm = None
+        vars(small).update(_parameters=parameters, _buffers=buffers, training=has_all_outputs)
+        refused, converted = [], []
+        if is_table:
+            small.max_norm, small.padding_idx = None, layer.padding_idx if has_all_outputs else None
+            x = torch.arange(math.prod(shape)).remainder(sizes[0]).view(shape)
+            refused = [torch.tensor([index]) for index in (-1, sizes[0], 0.0)]
+        else:
+            x = torch.randn((*shape, sizes[1]), generator=random).pow(5).to(dtype)
+            refused = [x[..., 1:], torch.cat((x, x), -1)]
+            converted = [x.to(other) for other in (torch.float32, torch.float16, torch.bfloat16)]
+        accepts = any(_result(small, wrong) is not None for wrong in refused)
+        if accepts or any((y := _result(small, given)) is not None and y.dtype != given.dtype for given in converted):
+            raise TypeError
         pairs.append((base.forward(small, x), small.forward(x)))
     return pairs
+
+
+def _result(layer: nn.Module, x: Tensor) -> Any:
+    """Return what `forward` returns, or None if it raises an error."""
+    try:
+        return layer.forward(x)
+    except Exception:
+        return None
 
 
 def _differs(pairs: list[tuple[Tensor, Tensor]], factor: float, tolerance: float) -> bool:

@@ -744,7 +744,9 @@ class Int8Embedding(Int8Weight):
         codes = codes_to_share("Int8Embedding.from_embedding", weight, embedding)
         rows, width = codes.shape
         options: dict[str, Any] = {"max_norm": embedding.max_norm, "norm_type": embedding.norm_type}
-        layer = cls(rows, width, embedding.padding_idx, "meta", **options, embed_scale=factor_of(embedding) or 1.0)
+        factor = factor_of(embedding)
+        options["embed_scale"] = 1.0 if factor is None else factor
+        layer = cls(rows, width, embedding.padding_idx, "meta", **options)
         layer._share(codes, embedding.weight.dtype)
         return layer.train(embedding.training)
 

@@ -125,9 +125,9 @@ def quantize_(
     `torch.nn.Conv1d`, `torch.nn.ConvTranspose2d`, `torch.nn.ConvTranspose1d` or `torch.nn.Embedding`. A layer of the
     class `amp_kernels.nn.Linear` is replaced too, if it has no activation. A layer of another subclass is replaced if
     the subclass inherits `forward`. A subclass of `torch.nn.Linear` may have a `forward` of its own that computes the
-    same, and a subclass of `torch.nn.Embedding` may multiply rows by a constant. To find out, `forward` of a copy with
-    a small random weight is called. All other layers are left, also those of subclasses with an added parameter, module
-    or persistent buffer.
+    same, and a subclass of `torch.nn.Embedding` may multiply rows by a constant. To find out, `forward` of copies with
+    small random weights is called. All other layers are left, also those of subclasses with an added parameter, module,
+    buffer or public method. An unsaved buffer that holds the constant is no such addition.
     A weight that several layers share is quantized once and stays shared. If one of the layers that share a weight is
     not replaced, none of them is.
 
@@ -228,7 +228,8 @@ def prepare_qat_(
     quantization does not change the gradient. For a value outside of the range, the gradient is set to 0 (Jacob et al.
     2018). Parameters stay the same objects, so an optimizer may be created before or after this call. Until `convert_`,
     `layer.weight` is the float parameter. After `convert_`, it is the dequantized weight. The log of `convert_` names
-    the layers whose weights other code has read.
+    the layers whose weights other code has read, in `forward` or elsewhere. If an embedding multiplies its rows by a
+    constant, this function reads the constant. Later changes to it have no effect.
 
     Batch norms are folded into convolutions first, as in `quantize_`. The folded numbers are written into the
     parameters. From then on, training uses no statistics of batches for them. The bias of a batch norm becomes that of
@@ -721,7 +722,8 @@ class PreparedEmbedding(LoadsItsKind, nn.Embedding):
             sparse=embedding.sparse,
             device="meta",
         )
-        layer.weight, layer.embed_scale = embedding.weight, factor_of(embedding) or 1.0
+        factor = factor_of(embedding)
+        layer.weight, layer.embed_scale = embedding.weight, 1.0 if factor is None else factor
         return layer.train(embedding.training)
 
     def forward(self, index: Tensor) -> Tensor:

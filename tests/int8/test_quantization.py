@@ -333,6 +333,89 @@ class Shifted(nn.Embedding):
         return super().forward(index + 2)
 
 
+class DividedByItsWidth(nn.Embedding):
+    def forward(self, index):
+        return super().forward(index) / self.weight.shape[1]
+
+
+class ScaledByTheWidthOfRows(nn.Embedding):
+    def forward(self, index):
+        rows = super().forward(index)
+        return rows * rows.shape[-1] ** 0.5
+
+
+class Masked(nn.Embedding):
+    def forward(self, index):
+        rows = super().forward(index)
+        return rows if self.padding_idx is None else rows * (index != self.padding_idx).unsqueeze(-1)
+
+
+class MasksTheLastRow(nn.Embedding):
+    def forward(self, index):
+        return super().forward(index) * (index != self.num_embeddings - 1).unsqueeze(-1)
+
+
+class Hashed(nn.Embedding):
+    def forward(self, index):
+        return super().forward(index % self.num_embeddings)
+
+
+class Clamped(nn.Embedding):
+    def forward(self, index):
+        return super().forward(index.clamp(min=0))
+
+
+class TakesBytes(nn.Embedding):
+    def forward(self, index):
+        return super().forward(index.long())
+
+
+class CastsItsInput(nn.Linear):
+    def forward(self, input):
+        return super().forward(input.to(self.weight.dtype))
+
+
+class ComputesInFp32(nn.Linear):
+    def forward(self, input):
+        return F.linear(input.float(), self.weight.float()) if input.dtype == torch.bfloat16 else super().forward(input)
+
+
+class CutsItsOutput(nn.Linear):
+    def forward(self, input):
+        return super().forward(input)[..., :50]
+
+
+class CutsItsInput(nn.Linear):
+    def forward(self, input):
+        return super().forward(input[..., : self.weight.shape[1]])
+
+
+class Flattens(nn.Linear):
+    def forward(self, input):
+        return super().forward(input.reshape(-1, self.weight.shape[1])).view(*input.shape[:-1], -1)
+
+
+class WithAMethod(nn.Embedding):
+    def attend(self, x):
+        return x @ self.weight.T
+
+
+class WithAnAttribute(nn.Linear):
+    rank = 0
+
+
+class WithPositions(nn.Embedding):
+    def __init__(self, rows, width):
+        super().__init__(rows, width)
+        self.register_buffer("positions", torch.arange(rows), persistent=False)
+
+
+class WithAScale(nn.Linear):
+    def __init__(self, inputs, outputs):
+        super().__init__(inputs, outputs)
+        self.register_buffer("scale", torch.ones(()), persistent=False)
+
+
 class Standardized(nn.Conv2d):
     def _conv_forward(self, input, weight, bias):
         return super()._conv_forward(input, weight - weight.mean(), bias)
@@ -343,6 +426,14 @@ class Standardized(nn.Conv2d):
     [
         *(lambda kind=kind: kind(64, 64) for kind in (Activated, Limited, Dropped, WithAnArgument, WithAParameter)),
         lambda: ScaledLinear(64, 64), lambda: Shifted(64, 64), lambda: Standardized(64, 64, 1),
+        lambda: Masked(64, 64, padding_idx=0),
+        *(
+            lambda kind=kind: kind(64, 64) for kind in (
+                DividedByItsWidth, ScaledByTheWidthOfRows, MasksTheLastRow, Hashed, Clamped, TakesBytes, CastsItsInput,
+                ComputesInFp32, CutsItsOutput, CutsItsInput, Flattens, WithAMethod, WithAnAttribute, WithPositions,
+                WithAScale,
+            )
+        ),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("convert", [quantize_, prepare_, prepare_qat_])
@@ -353,6 +444,14 @@ def test_subclasses_that_compute_something_else_are_named_with_their_modules(con
     assert model[1] is left and warns and type(model[0]) is not nn.Linear
     assert f"*.weight of {__name__}.{type(left).__name__} " in line
     assert torch.equal(torch.get_rng_state(), random)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_table_times_0_stays_0(kind):
+    """As a gate that is not trained yet."""
+    index = torch.arange(50)
+    model = in_int8(nn.Sequential(Scaled(50, 16, 0.0), nn.Linear(16, 4)), kind, index)
+    assert type(model[0]) is Int8Embedding and model[0].embed_scale == 0 and not model[0](index).any()
 
 
 def test_a_layer_that_torch_reads_and_does_not_call_is_left():
