@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..families import FAMILIES
+from ..families import ADAM, FAMILIES
 from ..ops.checks import why_not_loaded
 from ._options import check_options, check_state_dtype
 from ._reference_plan import unsigned
@@ -72,6 +72,7 @@ class WithCheckpoints(WithState):
           parameter was cast to fp32 and is equal to its master, the master is left out.
         - The option `state_dtype` becomes a string.
         - States become fp32, unless `compact` is True.
+        - States that the next step would make are zeros, for example after other code has deleted them.
         - If a parameter was not updated yet, its `step` and states are left out, but not its master. They stay if other
           code has written a state that the first step reads.
         """
@@ -81,19 +82,19 @@ class WithCheckpoints(WithState):
             # torch.distributed.checkpoint raises an error for a torch.dtype.
             group["state_dtype"] = str(check_state_dtype(type(optimizer).__name__, group["state_dtype"]))
         keys = (key for group in state_dict["param_groups"] for key in group["params"])
-        params = {key: (name, p) for key, (name, _, p) in zip(keys, optimizer._named_parameters(), strict=True)}
+        params = dict(zip(keys, optimizer._named_parameters(), strict=True))
         low = optimizer._dtypes_before_fp32()
         for key, state in state_dict["state"].items():
             if not isinstance(state, dict) or key not in params:
                 continue
             new: dict[str, Tensor | None] = {}  # None: the key is left out
+            name, index, param = params[key]
             if "remainder" in state:
-                name, param = params[key]
                 master = optimizer._master(name, param, low.get(param))
                 is_needed = param.dtype is not torch.float32 or not torch.equal(local(master), local(param))
                 new = {"remainder": None, "master": master if is_needed else None}
             new |= optimizer._in_fp32(state, compact)
-            new |= optimizer._exported_steps({**state, **new})
+            new |= optimizer._exported_steps(param, optimizer.param_groups[index], {**state, **new})
             state_dict["state"][key] = {k: v for k, v in {**state, **new}.items() if k not in new or v is not None}
 
     def _in_fp32(self, state: dict[str, Any], compact: bool) -> dict[str, Tensor | None]:
@@ -113,8 +114,8 @@ class WithCheckpoints(WithState):
                 new[name] = value.float()
         return new
 
-    def _exported_steps(self, state: dict[str, Any]) -> dict[str, Tensor | None]:
-        """Returns the entry `step`, and None for the states to leave out.
+    def _exported_steps(self, param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> dict[str, Tensor | None]:
+        """Returns the entry `step`, zeros for states that the next step would make, and None for states to leave out.
 
         A new optimizer has the same states as a parameter that was not updated yet, unless other code has written them.
         The values of a DTensor are not looked at, because ranks must agree on its entries.
@@ -124,7 +125,8 @@ class WithCheckpoints(WithState):
             return {}
         step = _exported(self._steps_in(state))
         if step > 0:
-            return {"step": step}
+            names = [name for name in self._needed(group) if all(state.get(key) is None for key in keys_of(name))]
+            return {"step": step, **{name: zeros_like(param) for name in names}}
         unread = {} if self._set_at_first_step is None else dict.fromkeys(keys_of(self._set_at_first_step))
         values = [value for key in keys - unread.keys() - {"step"} if isinstance(value := state.get(key), Tensor)]
         is_written = any(isinstance(v, DTensor) or not has_memory(v) or bool(v.any()) for v in values)
@@ -198,13 +200,16 @@ class WithCheckpoints(WithState):
         # `saved` holds the entries that this class loads. torch does not get these entries, because it would cast them
         # to the dtypes of the parameters.
         saved: dict[int, dict[str, Any]] = {}
+        is_part = False  # whether this class saved the state dict, and other code may have left out entries
 
         def set_aside(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+            nonlocal is_part
             if reason := why_not_loaded(type(self).__name__, loaded.get("format"), self._format):
                 raise ValueError(reason)
             for group in loaded["param_groups"]:
                 self._check_family(group)
                 check_options(f"{type(self).__name__}.load_state_dict", group)
+            is_part = not is_whole and any("state_dtype" in group for group in loaded["param_groups"])
             # How states are stored is a choice of this optimizer, as their device is.
             loaded = {**loaded, "param_groups": [dict(group) for group in loaded["param_groups"]]}
             for group, own in zip(loaded["param_groups"], self.param_groups, strict=False):
@@ -239,7 +244,7 @@ class WithCheckpoints(WithState):
             for handle in handles:
                 handle.remove()
         self._warn_of_lost_bits(saved)
-        if not is_whole:
+        if is_part:
             self._warn_of_lost_masters(saved)
 
     def _load_entries(self, saved: dict[int, dict[str, Any]], before: dict[Any, Any], is_whole: bool) -> None:
@@ -260,6 +265,8 @@ class WithCheckpoints(WithState):
 
     def _check_family(self, group: dict[str, Any]) -> None:
         found = [family.name for family in FAMILIES.values() if group.keys() >= set(family.options)]
+        if not found and _is_adam_of_another_package(group):
+            found = [ADAM.name]
         if self._family.name not in found:
             other = found[0] if found else _optimizer_of(group)
             raise ValueError(
@@ -291,8 +298,7 @@ class WithCheckpoints(WithState):
                 raise ValueError(f"{what.format(key)} must have shape {tuple(param.shape)}, got {tuple(value.shape)}")
         entry = {**entry, **self._checked_codes(what, param, entry)}
         steps = check_step(what.format("step"), entry["step"]) if "step" in entry else None
-        needed = {key for key in self._state_names({**self.defaults, **group}) if key is not None}
-        needed -= {self._set_at_first_step}  # torch.optim.SGD counts no steps, and its buffer may not exist yet
+        needed = self._needed(group)
         if self._set_at_first_step is None and steps is None and any(entry.get(key) is not None for key in needed):
             raise ValueError(
                 f"{what.format('step')} must be in the state dict if there are other states; the state dict has none"
@@ -302,6 +308,13 @@ class WithCheckpoints(WithState):
             raise ValueError(
                 f"{what.format(missing[0])} must be in the state dict after {steps} steps; the state dict has none"
             )
+
+    def _needed(self, group: dict[str, Any]) -> set[str]:
+        """Returns the names of the states that a parameter needs after its first step.
+
+        torch.optim.SGD counts no steps, and its buffer may not exist yet.
+        """
+        return {name for name in self._state_names({**self.defaults, **group}) if name} - {self._set_at_first_step}
 
     def _checked_codes(self, what: str, param: Tensor, entry: dict[str, Any]) -> dict[str, Tensor]:
         """Returns the codes of a saved entry by the names of their states. Raises ValueError if one does not fit."""
@@ -347,10 +360,10 @@ class WithCheckpoints(WithState):
             )
 
     def _warn_of_lost_masters(self, saved: dict[int, dict[str, Any]]) -> None:
-        """Warns if some parameters have masters in a state dict, and others of 16 bits have no entry."""
+        """Warns if some parameters have an entry in a state dict of this class, and others of 16 bits have none."""
         low = {i: name for i, (name, _, p) in enumerate(self._named_parameters()) if p.dtype in _LOW}
         lacking = [name for i, name in low.items() if i not in saved]
-        if lacking and any("master" in entry for entry in saved.values()):
+        if lacking and saved:
             warnings.warn(
                 f"{type(self).__name__}.load_state_dict: {len(lacking)} 16-bit parameters ({lacking[0]} is the first) "
                 "have no entry in the state dict, so their fp32 masters are not loaded; torch.distributed.checkpoint "
@@ -383,7 +396,9 @@ class WithCheckpoints(WithState):
             if value is not None:
                 # A state that is not needed with the present options is kept too, since these may be changed back.
                 store(state, used.get(key, Stored(key, torch.float32, code)), param, value)
-        state["step"].fill_(int(self._steps_in(saved)))
+        first = self._set_at_first_step
+        is_set = first not in used or any(saved.get(key) is not None for key in keys_of(first))
+        state["step"].fill_(int(self._steps_in(saved)) if is_set else 0)  # 0: the next step sets the buffer
 
 
 def _lacks_bits(param: Tensor, master: Tensor | None) -> bool:
@@ -397,15 +412,28 @@ def _lacks_bits(param: Tensor, master: Tensor | None) -> bool:
     return not torch.equal(plain, fp32) and any(torch.equal(plain, fp32.to(dtype).float()) for dtype in _LOW)
 
 
-def _optimizer_of(group: dict[str, Any]) -> str:
-    """Returns the name of torch's optimizer whose options a saved group has. If several fit, the largest one wins."""
-    kinds = {
+def _options_of_torch() -> dict[str, set[str]]:
+    """Returns the options of each optimizer of torch."""
+    return {
         name: inspect.signature(kind).parameters.keys() - {"params"}
         for name, kind in vars(torch.optim).items()
         if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
     }
-    fitting = {name: len(options) for name, options in kinds.items() if options <= group.keys()}
+
+
+def _optimizer_of(group: dict[str, Any]) -> str:
+    """Returns the name of torch's optimizer whose options a saved group has. If several fit, the largest one wins."""
+    fitting = {name: len(options) for name, options in _options_of_torch().items() if options <= group.keys()}
     return max(fitting, key=lambda name: fitting[name], default="another optimizer")
+
+
+def _is_adam_of_another_package(group: dict[str, Any]) -> bool:
+    """Whether a saved group is from an Adam without the option amsgrad, such as the one of DeepSpeed.
+
+    torch.optim has more optimizers with betas. They also have options, such as maximize, that these Adams lack.
+    """
+    of_torch = group.keys() & set().union(*_options_of_torch().values())
+    return "betas" in group and of_torch <= {"lr", "betas", "eps", "weight_decay"}
 
 
 def _exported(step: Any) -> Tensor:

@@ -264,8 +264,8 @@ class WithState(torch.optim.Optimizer):
             )
         if state.shape != param.shape:
             raise RuntimeError(
-                f"{type(self).__name__}: {name} must keep its shape {tuple(state.shape)}, got {tuple(param.shape)}; "
-                f"{remedy}"
+                f"{type(self).__name__}: {key} of {name} must have the parameter's shape {tuple(param.shape)}, got "
+                f"{tuple(state.shape)}; {remedy}"
             )
 
     def _drop_unset_states(self) -> None:

@@ -104,7 +104,7 @@ def test_a_shape_that_changes_raises_a_sentence(device, family):
     p.data = torch.ones(6, device=device)
     p.grad = torch.ones_like(p)
     remedy = r"delete everything except 'remainder' from optimizer\.state"
-    with pytest.raises(RuntimeError, match=rf"must keep its shape \(4,\), got \(6,\); {remedy}"):
+    with pytest.raises(RuntimeError, match=rf"must have the parameter's shape \(6,\), got \(4,\); {remedy}"):
         optimizer.step()
     optimizer.state[p].clear()  # in fp32 there is no remainder
     optimizer.step()
