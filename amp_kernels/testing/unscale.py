@@ -65,12 +65,15 @@ LENGTHS = {1023: "contiguous", 2000: "misaligned", 5001: "contiguous"}
 def borders(length: int, layout: str, dtype: torch.dtype) -> list[int]:
     """Return the first and the last position of a vector, and the positions on both sides of a kernel's borders.
 
-    Packs of 16 bytes, groups of packs, blocks, tiles and chunks begin at multiples of the sizes below, counted from an
-    aligned address. The borders are the first and the last multiple of each size.
+    Packs of 16 bytes, groups of packs, blocks, tiles and chunks begin at multiples of 16 bytes, 32 or 256 elements,
+    counted from an aligned address. The borders are all multiples of 256, and the first and the last multiple of the
+    smaller sizes.
     """
     before = int(layout == "misaligned")  # elements between an aligned address and the vector
-    sizes = (16 // dtype.itemsize, 32, 256, 1024, 4096)
-    begins = {multiple - before for size in sizes for multiple in (size, (length + before) // size * size)}
+    end = length + before
+    small = (16 // dtype.itemsize, 32)
+    multiples = {m for size in small for m in (size, end // size * size)} | {*range(256, end + 1, 256)}
+    begins = {multiple - before for multiple in multiples}
     sides = {0, length - 1, *begins, *(begin - 1 for begin in begins)}
     return sorted(position for position in sides if 0 <= position < length)
 

@@ -105,6 +105,18 @@ def test_every_single_position_is_checked(dtype: torch.dtype, device: torch.devi
         assert found_inf.item() == 1.0, i
 
 
+@pytest.mark.parametrize("position", [255, 256, 767, 1023, 1024, 2047, 2048, 2303, 3071, 3072, 4095, 4864, 5000])
+def test_shared_cases_see_a_fault_at_any_border(position: int) -> None:
+    def misses(vector: torch.Tensor, found_inf: torch.Tensor) -> None:
+        bad = vector.isfinite().logical_not()
+        bad[position : position + 1] = False
+        found_inf.fill_(float(bad.any()))
+
+    find = testing.unscale._positions(misses, torch.float16, (math.nan, math.inf), torch.device("cpu"))
+    assert not all(result.passed for result in find)
+    assert not testing.unscale.at_borders(torch.float16)[-1][position].isfinite()
+
+
 # ---------------------------------------------------------------------------------------- gradients, autograd
 def test_unscale_of_a_saved_tensor_makes_backward_raise(device: torch.device) -> None:
     x = torch.ones(3, device=device, requires_grad=True)
