@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import importlib.util
 import math
+import operator
 import reprlib
 import sys
 import warnings
@@ -128,8 +129,8 @@ def explain(
         >>> amp_kernels.explain((64, 1001), (1001, 512), device="cpu").engine
         'cpu'
     """
-    is_tensor = _is_tensor(a), _is_tensor(b)
-    if None in is_tensor or is_tensor[0] != is_tensor[1]:
+    a_shape, b_shape = _shape(a), _shape(b)
+    if isinstance(a, Tensor) != isinstance(b, Tensor) or a_shape is None or b_shape is None:
         raise TypeError(
             f"explain: a and b must be two tensors or two shapes, got {_told(a)} and {_told(b)}; for a product of "
             "[8192, 1024] and [1024, 4096], call explain((8192, 1024), (1024, 4096))"
@@ -144,7 +145,7 @@ def explain(
         left, right = (torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in (a, b))
     else:
         place = torch.device(device or "cuda")
-        left, right = (torch.empty(tuple(x), dtype=dtype or torch.float16, device="meta") for x in (a, b))
+        left, right = (torch.empty(x, dtype=dtype or torch.float16, device="meta") for x in (a_shape, b_shape))
     left, right = autocast(place.type, left, right)
     engine = engine_of("explain", left.dtype, place.type)
     if left.dtype not in DTYPES:
@@ -156,12 +157,15 @@ def explain(
     return Explanation(engine, _reason(engine, left, activation), tuple(copies), sum(copies.values()))
 
 
-def _is_tensor(x: object) -> bool | None:
-    """Return True for a tensor, False for a shape, and None for anything else."""
+def _shape(x: Any) -> tuple[int | torch.SymInt, ...] | None:
+    """Return the shape of a tensor, or `x` as a shape. None if `x` is neither of them."""
     if isinstance(x, Tensor):
-        return True
-    is_shape = isinstance(x, Sequence) and all(isinstance(size, int | torch.SymInt) for size in x)
-    return False if is_shape else None
+        return tuple(x.shape)
+    try:
+        # operator.index would turn a symbolic size into a constant of the graph.
+        return tuple(size if isinstance(size, torch.SymInt) else operator.index(size) for size in x)
+    except TypeError:
+        return None
 
 
 def _told(x: object) -> str:

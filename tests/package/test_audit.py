@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import forks
+import numpy as np
 import pytest
 import torch
 from gpt2 import Conv1D
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.utils import parametrizations
 
 import amp_kernels
@@ -49,6 +51,23 @@ def test_explain_of_shapes(
 ) -> None:
     explanation = audit.explain(a, b, activation, dtype=torch.bfloat16)
     assert (explanation.engine, explanation.padded, explanation.padding_bytes) == (engine, padded, padding_bytes)
+
+
+@pytest.mark.parametrize("kind", [tuple, list, torch.Size, torch.tensor, np.array, lambda x: tuple(np.array(x))])
+def test_explain_of_shapes_from_other_packages(kind: Any) -> None:
+    """A tensor is the exception: it is an operand, not a shape."""
+    a, b = (8192, 1023), (1023, 4096)
+    if kind is torch.tensor:
+        with pytest.raises(TypeError, match="two tensors or two shapes, got Tensor and"):
+            audit.explain(kind(a), b)
+    else:
+        assert audit.explain(kind(a), kind(b)) == audit.explain(a, b)
+
+
+def test_explain_of_symbolic_shapes() -> None:
+    x = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=False).from_tensor(torch.empty(8192, 1023))
+    assert type(x.shape[0]) is torch.SymInt
+    assert audit.explain(tuple(x.shape), (1023, 4096)) == audit.explain((8192, 1023), (1023, 4096))
 
 
 def test_explain_of_tensors() -> None:
@@ -120,6 +139,7 @@ def test_what_is_left_to_torch() -> None:
             TypeError,
             r"got 8192 and 1024; .*call explain\(\(8192, 1024\), \(1024",
         ),
+        (lambda: audit.explain((4, 5.0), (5, 7)), TypeError, r"two tensors or two shapes, got \(4, 5.0\) and \(5, 7\)"),
         (lambda: audit.explain((4, 5), "57"), TypeError, r"explain: a and b must be .*, got \(4, 5\) and '57'"),
         (lambda: audit.audit((4, 5)), TypeError, r"audit: model must be a torch.nn.Module, got \(4, 5\)"),
         (
