@@ -18,17 +18,18 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from amp_kernels._loader import import_extra
 
 from .summary import COPY, LARGE, OUR_SCALER, OURS, RESULTS, Row, benchmarks, cases, number, reason, spread, timed
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+plt, ticker = (import_extra("benchmarks.plot", f"matplotlib.{name}", "bench") for name in ("pyplot", "ticker"))
+plt.switch_backend("Agg")
 
 # amp_kernels is blue in every figure, and nothing else is. Where it has several series they are shades of blue.
 BLUES = ("tab:blue", "#7fb6e0", "#0b3c66", "#4a7fd0")
@@ -209,9 +210,9 @@ def draw_ratios(axes: Axes, members: Sequence[tuple[str, list[Row]]], style: dic
     axes.set(xscale="log", yticks=range(len(members)))
     axes.set_ylim(len(members) - 0.5, -0.5)
     axes.set_yticklabels([name for name, _ in members], fontsize=7)
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_formatter(ticker.NullFormatter())
     axes.tick_params(axis="x", labelsize=8)
     axes.grid(alpha=0.3)
 

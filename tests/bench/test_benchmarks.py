@@ -682,10 +682,23 @@ def test_bench_refuses_in_a_sentence(tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
-def test_bench_runs_after_a_plain_install(tmp_path):
-    """Such an install lacks these packages, in this process and in those of the benchmarks."""
+@pytest.fixture
+def plain_install(tmp_path):
+    """The environment of processes without these packages, which a plain install lacks."""
     absent = 'import sys; sys.modules.update(dict.fromkeys(("matplotlib", "sklearn", "tabulate", "tqdm")))'
     (tmp_path / "sitecustomize.py").write_text(absent)
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+
+
+def test_figures_without_matplotlib_name_the_install(plain_install, tmp_path):
+    command = [sys.executable, "-m", f"{PACKAGE}.plot"]
+    done = subprocess.run(command, env=plain_install, cwd=tmp_path, capture_output=True, text=True)
+    sentence = "benchmarks.plot: matplotlib must be installed; run pip install 'amp-kernels[bench]'"
+    assert done.returncode == 1 and done.stderr.endswith(f"ImportError: {sentence}\n")
+
+
+def test_bench_runs_after_a_plain_install(plain_install, tmp_path):
     code = """
 import subprocess, sys
 from pathlib import Path
@@ -694,9 +707,7 @@ run = subprocess.run
 bench.subprocess.run = lambda command, **how: run([*command, "--rehearse", "--sizes", "1000"], **how)
 sys.exit(bench.bench(["unscale"], out=Path("out")))
 """
-    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code], env=plain_install, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^unscale +grad_norm +float32 +1,000 ", done.stdout, re.MULTILINE)
     assert done.stdout.endswith("out: CSV; run `pip install matplotlib` to have figures drawn\n")
