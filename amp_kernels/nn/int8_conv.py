@@ -584,6 +584,7 @@ def check_output_size(layer: Any, x: Tensor | Int8Tensor, output_size: Sequence[
 
 def convolve(images: Tensor, weight: Tensor, bias: Tensor | None, steps: Steps) -> Tensor:
     """Convolve floats [B, H, W, C] with a weight [N, kernel height, kernel width, C], by torch."""
+    images, steps = _pixels_of_a_stride(images, weight, steps)
     return F.conv2d(images.permute(0, 3, 1, 2), weight.permute(0, 3, 1, 2), bias, **steps).permute(0, 2, 3, 1)
 
 
@@ -620,8 +621,7 @@ def _by_torch(
     """Compute `w8a8_conv` as a convolution of dequantized fp32 values, with operators that work in transforms."""
     with torch.autocast(x.device.type, enabled=False):
         bias, taps = None if bias is None else bias.float(), fake_weight(weight, weight_scale)
-        images, steps = _pixels_of_a_stride(fake_inputs(x, scale, zero_point, _IMAGE), taps, steps)
-        return convolve(images, taps, bias, steps).to(out_dtype)
+        return convolve(fake_inputs(x, scale, zero_point, _IMAGE), taps, bias, steps).to(out_dtype)
 
 
 def _pixels_of_a_stride(images: Tensor, taps: Tensor, steps: Steps) -> tuple[Tensor, Steps]:
