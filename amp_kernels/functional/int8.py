@@ -50,24 +50,27 @@ class Int8Tensor:
 
     def __post_init__(self) -> None:
         values, scale, zero_point = self.values, self.scale, self.zero_point
-        # If all are plain tensors, the usual case, the checks below are skipped. The checks take 1.5 us, and an int8
-        # layer makes three to five objects of this class for one product.
-        if type(values) is type(scale) is Tensor and (zero_point is None or type(zero_point) is Tensor):
-            return
-        check_are_tensors("Int8Tensor", values=values, scale=scale)
-        check_are_tensors_or_none("Int8Tensor", zero_point=zero_point)
+        # If all are plain tensors, the usual case, these checks are skipped. They take 1.5 us, and an int8 layer makes
+        # three to five objects of this class for one product.
+        if not (type(values) is type(scale) is Tensor and (zero_point is None or type(zero_point) is Tensor)):
+            check_are_tensors("Int8Tensor", values=values, scale=scale)
+            check_are_tensors_or_none("Int8Tensor", zero_point=zero_point)
+        if self.block_size is not None:
+            ops.check_blocks("Int8Tensor", values, self.block_size)
+        if self.dim is not None:
+            if isinstance(self.dim, int):
+                object.__setattr__(self, "dim", (self.dim,))
+            n = values.dim()
+            for d in self.dim if isinstance(self.dim, tuple) else [self.dim]:
+                if not isinstance(d, int) or not -n <= d < n:
+                    raise ValueError(
+                        f"Int8Tensor: dim must be None or a tuple of dimensions from {-n} to {n - 1}, got {self.dim!r}"
+                    )
 
     def __setstate__(self, state: dict[str, object]) -> None:
         """Restore a copy or a saved object, whose fields may be anything."""
         self.__dict__.update(state)
         self.__post_init__()
-        ops.check_blocks("Int8Tensor", self.values, self.block_size)
-        n = self.values.dim()
-        dims = () if self.dim is None else self.dim
-        if not (isinstance(dims, tuple) and all(isinstance(d, int) and -n <= d < n for d in dims)):
-            raise ValueError(
-                f"Int8Tensor: dim must be None or a tuple of dimensions from {-n} to {n - 1}, got {self.dim!r}"
-            )
 
     @property
     def shape(self) -> torch.Size:

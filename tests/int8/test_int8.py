@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
+import dataclasses
 import itertools
 import math
 import mmap
@@ -856,6 +858,21 @@ def test_a_file_with_other_fields_is_refused(tmp_path: pathlib.Path, field: tupl
         torch.load(tmp_path / "q.pt", weights_only=True)
     with pytest.raises((TypeError, ValueError), match=f"^Int8Tensor: {message}"):
         pickle.loads(pickle.dumps(q))
+
+
+@pytest.mark.parametrize("dim", [-1, 1])
+def test_a_dimension_may_be_an_int(dim: Any) -> None:
+    codes, scale = amp_kernels.quantize_int8(testing.randn(4, 6), dim=-1).values, torch.ones(4, 1)
+    q = Int8Tensor(codes, scale, None, dim)
+    assert q.dim == copy.deepcopy(q).dim == pickle.loads(pickle.dumps(q)).dim == (dim,)
+    assert q.t().dim == (0,)
+
+
+@pytest.mark.parametrize(("field", "message"), BAD_FIELDS.values(), ids=BAD_FIELDS)
+def test_a_constructor_refuses_what_a_file_must_not_hold(field: tuple[str, Any], message: str) -> None:
+    q = amp_kernels.quantize_int8(testing.randn(4, 6), dim=-1)
+    with pytest.raises((TypeError, ValueError), match=f"^Int8Tensor: {message}"):
+        dataclasses.replace(q, **{field[0]: field[1]})
 
 
 def test_fake_quantization_keeps_no_mask() -> None:
