@@ -9,8 +9,9 @@ dtype too, except under autocast.
 elements of this tensor computes them from the codes. An operator that would change the tensor in place raises an error.
 A write into a view or a copy of the tensor does not change the layer.
 
-The weight of one int8 layer can be assigned to another one. The two layers then share their codes. Any other assignment
-to `layer.weight` raises an error.
+The weight of one int8 layer can be assigned to another one. The two layers then share their codes. The entry `weight`
+of an int8 layer's state dict can be assigned too, and gives the layer its dtype. `torch.func.functional_call` does
+this. Any other assignment to `layer.weight` raises an error.
 """
 
 from __future__ import annotations
@@ -296,9 +297,20 @@ class Int8Weight(FixedDtypes):
         """Share codes and dtype of the int8 layer that `weight` belongs to.
 
         If `weight` is the entry of a state dict, take its dtype. Raise TypeError for any other value.
+
+        `torch.func.functional_call` exchanges the entries of a state dict one by one, in any order. It reads
+        `layer.weight` before it assigns the entry, and assigns what it read afterwards. This weight gives only the
+        dtype back, because its codes may be those of the state dict already. Then `functional_call` writes into the
+        state dict the weight that it replaces, so this weight is taken as the entry in the next call.
         """
-        if _is_dtype(weight):
-            self.weight_dtype = weight
+        dtype_of = getattr(weight, "dtype_of", None)
+        if getattr(self.weight_dtype, "replaced", None) is dtype_of is not None:
+            self.weight_dtype.replaced = None  # type: ignore[attr-defined]
+            self.weight_dtype = dtype_of
+            return
+        if _is_dtype(weight) or getattr(dtype_of, "replaced", self) is None:
+            entry: Any = (weight if dtype_of is None else dtype_of).detach()
+            entry.replaced, self.weight_dtype = self.weight_dtype, entry
             return
         shape = self.weight.shape
         if not (
@@ -322,8 +334,6 @@ class Int8Weight(FixedDtypes):
     # State dicts hold `weight_dtype` under the key `weight`. A float layer refuses this entry, since its shape differs.
     # Without the entry, a float layer that is loaded with strict=False would silently get no weight.
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        # The first entry, because `torch.func.functional_call` assigns entries in their order, and afterwards assigns
-        # what it read before each of them. So it reads and restores `layer.weight` before the codes are exchanged.
         destination[f"{prefix}weight"] = self.weight_dtype if keep_vars else self.weight_dtype.detach()
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
@@ -332,13 +342,18 @@ class Int8Weight(FixedDtypes):
     ) -> None:
         key, errors = f"{prefix}weight", others[-1]
         given, before = state_dict.get(key), len(errors)
-        if is_dtype := _is_dtype(given):
-            state_dict = {name: value for name, value in state_dict.items() if name != key}
+        is_dtype, buffers = _is_dtype(given), {prefix + name for name in self._buffers}
+        # With `assign=True` torch would register a parameter in place of a buffer.
+        state_dict = {
+            name: value.detach() if name in buffers and isinstance(value, nn.Parameter) else value
+            for name, value in state_dict.items()
+            if not (is_dtype and name == key)
+        }
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *others)
         if len(errors) > before:
             return
         if is_dtype and metadata.get("assign_to_params_buffers"):  # otherwise the layer keeps its own dtype
-            self.weight_dtype = given
+            self.weight_dtype = given.detach()
         elif strict and not is_dtype:
             missing.append(key)
 

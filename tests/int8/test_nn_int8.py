@@ -337,14 +337,23 @@ FLOAT_LAYERS = {
 }
 
 
+ORDERS = {
+    "as it is": list,
+    "reversed": lambda state: list(reversed(state)),
+    "as in a file of safetensors": lambda state: sorted(state, key=lambda key: (-state[key].element_size(), key)),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("how", ["as it is", "in vmap", "compiled"])
 @pytest.mark.parametrize("name", FLOAT_LAYERS)
-def test_functional_call_takes_a_state_dict(name, how):
+def test_functional_call_takes_a_state_dict(name, how, order):
     """As for a float layer. Afterwards the layer has its own tensors and its own dtype again."""
     make, shape = FLOAT_LAYERS[name]
     layer, other = quantize_(make()), quantize_(make()).bfloat16()
     x = torch.arange(4) if name == "embedding" else randn(*shape, dtype=torch.bfloat16)
     own, state = dict(layer.named_buffers()), other.state_dict()
+    state = {key: state[key] for key in ORDERS[order](state)}
 
     def call(x):
         return torch.func.functional_call(layer, state, (x,))
@@ -353,6 +362,46 @@ def test_functional_call_takes_a_state_dict(name, how):
     found, expected = run(x), torch.vmap(other)(x) if how == "in vmap" else other(x)
     assert torch.equal(found, expected) and found.dtype == torch.bfloat16
     assert layer.dtype == torch.float32 and all(own[key] is tensor for key, tensor in layer.named_buffers())
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", FLOAT_LAYERS)
+def test_functional_call_takes_a_state_dict_again(name, order):
+    """torch writes what it replaces back into the state dict."""
+    make, shape = FLOAT_LAYERS[name]
+    layers, other = [quantize_(make()), quantize_(make())], quantize_(make()).bfloat16()
+    x = torch.arange(4) if name == "embedding" else randn(*shape)
+    inputs = x if name == "embedding" else x.bfloat16()
+    saved = other.state_dict()
+    state = {key: saved[key] for key in ORDERS[order](saved)}
+    for layer in layers * 2:
+        before, own = layer(x), dict(layer.named_buffers())
+        assert torch.equal(torch.func.functional_call(layer, state, (inputs,)), other(inputs))
+        assert torch.equal(layer(x), before) and all(own[key] is tensor for key, tensor in layer.named_buffers())
+    layers[0].weight = other.weight
+    assert layers[0].weight_codes is other.weight_codes and layers[0].weight_dtype is other.weight_dtype
+
+
+def test_functional_call_takes_the_weight_of_another_layer():
+    layer, other, x = quantize_(linear()), quantize_(linear(bias=False)), randn(4, 37)
+    before, own = layer(x), dict(layer.named_buffers())
+    found = torch.func.functional_call(layer, {"weight": other.weight}, (x,))
+    assert torch.equal(found, other(x) + layer.bias)
+    assert torch.equal(layer(x), before) and all(own[key] is tensor for key, tensor in layer.named_buffers())
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("name", FLOAT_LAYERS)
+def test_parameters_in_a_state_dict_become_no_parameters_of_a_layer(name, assign):
+    make, shape = FLOAT_LAYERS[name]
+    layer, other = quantize_(make()), quantize_(make())
+    x = torch.arange(4) if name == "embedding" else randn(*shape)
+    state = {key: nn.Parameter(t) if t.is_floating_point() else t for key, t in other.state_dict().items()}
+    names = [list(dict(named())) for named in (layer.named_parameters, layer.named_buffers)]
+    layer.load_state_dict(state, assign=assign)
+    assert torch.equal(torch.func.functional_call(layer, state, (x,)), other(x)) and torch.equal(layer(x), other(x))
+    assert names == [list(dict(named())) for named in (layer.named_parameters, layer.named_buffers)]
+    assert type(layer.weight_dtype) is type(layer.weight_scale) is torch.Tensor and layer.half().dtype == torch.float16
 
 
 def test_the_buffers_in_a_state_dict_have_their_own_names():
