@@ -369,7 +369,6 @@ class Int8ProductLayer(Int8Weight):
     bias: nn.Parameter | None
     input_scale: Tensor | None
     input_zero_point: Tensor | None
-    _lowest_code = -128  # if it is the zero point, no code stands for a negative number
     _inputs: str  # what a product sums over
 
     def __init__(
@@ -423,8 +422,12 @@ class Int8ProductLayer(Int8Weight):
 
     @staticmethod
     def _on_codes(layer: nn.Module, x: Int8Tensor) -> Int8Tensor:
-        """Apply a max pooling or flattening layer to codes. The largest code stands for the largest number."""
-        if isinstance(layer, nn.MaxPool2d):
+        """Apply a ReLU, max pooling or flattening layer to codes. The largest code stands for the largest number."""
+        if isinstance(layer, nn.ReLU):
+            assert x.zero_point is not None
+            # In place: one pass over one byte for each element. By an int32 it would take a CPU 15 times as long.
+            values = x.values.clamp_(min=x.zero_point.to(torch.int8))
+        elif isinstance(layer, nn.MaxPool2d):
             # torch has no max pooling of int8, except for few pixels. bf16 holds every code. Pooled in this way, codes
             # of 4 x 64 x 112 x 112 take a CPU 1.24 times as long as floats. A window in the padding alone gives -inf.
             values = layer(x.values.bfloat16()).clamp(min=-128).to(torch.int8)

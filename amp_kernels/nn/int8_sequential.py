@@ -22,9 +22,9 @@ class Int8Sequential(nn.Sequential):
     """`nn.Sequential` whose static int8 layers pass codes to the next static int8 layer.
 
     Between the two there may be layers of the classes `nn.ReLU`, `nn.MaxPool2d`, `nn.Flatten` and `nn.Identity`. A
-    layer with hooks gets floats and returns floats. So do all layers if their input needs a gradient, in training mode
-    with gradients enabled, in transforms of `torch.func`, and while torch has hooks for all modules. In fp32, results
-    have the same bits with floats and with codes.
+    layer with hooks gets floats and returns floats. So does a layer whose input or bias needs a gradient. So do all
+    layers in transforms of `torch.func`, and while torch has hooks for all modules. In fp32, results have the same bits
+    with floats and with codes.
     """
 
     # Instances of these classes pass codes. A subclass of them may compute something else.
@@ -37,26 +37,19 @@ class Int8Sequential(nn.Sequential):
         layers: list[Any] = list(self)
         scales = self._scales(layers, input)
         x, dtype = input, None  # if `x` is codes, `dtype` is the dtype of the floats before them
-        lowest = None
         position = 0
         while position < len(layers):
             layer = layers[position]
             end = _receiver(layers, scales, position)
-            if end is None or (isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled()):
+            if end is None or _needs_gradients(x):
                 x = layer(x) if dtype is None else layer._compute(x, dtype=dtype)
                 dtype, position = None, position + 1
                 continue
             between = layers[position + 1 : end]
-            zero_point = layers[end].input_zero_point
-            if any(type(each) is nn.ReLU for each in between):
-                # With the lowest code as the zero point, negative numbers are clamped to 0. After a ReLU the observed
-                # range has this zero point already, unless all values were 0.
-                lowest = torch.full_like(zero_point, layer._lowest_code) if lowest is None else lowest
-                zero_point = lowest
             dtype = compute_dtype(x) if isinstance(x, Tensor) else dtype
-            x = layer._compute(x, (scales[end], zero_point), dtype)
+            x = layer._compute(x, (scales[end], layers[end].input_zero_point), dtype)
             for each in between:
-                if type(each) in (nn.MaxPool2d, nn.Flatten):
+                if type(each) in (nn.ReLU, nn.MaxPool2d, nn.Flatten):
                     x = layer._on_codes(each, x)
             position = end
         return x
@@ -65,14 +58,20 @@ class Int8Sequential(nn.Sequential):
         """Return the scale of the codes that each layer takes. It is None if the layer must be called with floats."""
         if (
             not isinstance(input, Tensor | Int8Tensor)  # torch.fx traces with something else
-            or (self.training and torch.is_grad_enabled())
             or torch_private.is_transformed()
             or torch_private.has_global_hooks()
         ):
             return [None] * len(layers)
         return [
-            layer.input_scale if type(layer) in self.products and not has_hooks(layer) else None for layer in layers
+            layer.input_scale
+            if type(layer) in self.products and not has_hooks(layer) and not _needs_gradients(layer.bias)
+            else None
+            for layer in layers
         ]
+
+
+def _needs_gradients(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled()
 
 
 def _receiver(layers: list[Any], scales: list[Tensor | None], position: int) -> int | None:

@@ -99,6 +99,7 @@ def export_onnx(
     with (
         _stand_ins(model) as stand_in,
         torch.autocast("cpu", enabled=False),
+        torch.no_grad(),  # otherwise layers would pass floats, so that their biases get gradients
         torch.compiler.set_stance("force_eager"),
         warnings.catch_warnings(),
     ):
@@ -268,7 +269,6 @@ class _Product(_StandIn):
     repeats: int  # how many outputs in a row have the same bias
     input_scale: Tensor
     input_zero_point: Tensor
-    _lowest_code = 0
     axis: int  # the dimension of the outputs in `weight_codes`
     order: tuple[int, ...]  # for each dimension of the weight, the dimension of `weight_codes`
     # The shapes in which a number for each output broadcasts with the weight and with a result.

@@ -143,6 +143,34 @@ def test_a_receiver_that_was_calibrated_with_negative_numbers_still_gets_the_rel
     convert_(net)
     assert codes_passed(net, x) == 2 and net[2].input_zero_point.item() > -128
     assert (net(x) - expected).norm() <= 0.03 * expected.norm()
+    for times in (1, 3):  # some numbers are then outside the range of the codes
+        assert torch.equal(net(times * x), one_by_one(net, times * x))
+
+
+@torch.no_grad()
+def test_a_relu_before_or_after_a_pool_is_that_of_floats():
+    x = randn(4, 16, 8, 8)
+    for order in (nn.ReLU(), nn.MaxPool2d(2, padding=1)), (nn.MaxPool2d(2, padding=1), nn.ReLU()):
+        net = prepare_(nn.Sequential(nn.Conv2d(16, 8, 3), *order, nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Flatten()).eval())
+        net(x)
+        net[3](-randn(4, 8, 5, 5))
+        convert_(net)
+        assert codes_passed(net, x) == 1 and net[3].input_zero_point.item() > -128
+        for times in (1, 3):
+            assert torch.equal(net(times * x), one_by_one(net, times * x))
+
+
+@pytest.mark.parametrize("make", [mlp, images])
+@pytest.mark.parametrize("frozen", [(), (0,), (0, 1), (1, 2)])
+def test_biases_get_their_gradients(make, frozen):
+    x = randn(8, 16) if make is mlp else randn(8, 16, 8, 8)
+    net = converted(make(), "static", x)
+    biases = [layer.bias for layer in net if hasattr(layer, "bias")]
+    for position in frozen:
+        biases[position].requires_grad_(False)
+    trained = [bias for bias in biases if bias.requires_grad]
+    found, expected = (torch.autograd.grad(y.pow(3).sum(), trained) for y in (net(x), one_by_one(net, x)))
+    assert len(found) == 3 - len(frozen) and all(map(torch.equal, found, expected))
 
 
 # ------------------------------------------------------------------------------------------------------------- hooks
