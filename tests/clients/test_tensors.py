@@ -166,7 +166,7 @@ def lazily_cloned(x: Tensor) -> Tensor:
 
 class Kind(NamedTuple):
     make: Callable[[Tensor], Tensor]  # of this kind, with the values of a plain tensor
-    parameter: Verdict | None  # None: torch has no such parameter
+    parameter: Verdict | None  # None: no optimizer has such a parameter
     gradient: Verdict | None
     unscale: Verdict | None  # of `unscale_`, which writes the gradient, where that differs
     state: Verdict | None
@@ -216,7 +216,8 @@ KINDS = {
                                      dtypes=(torch.float32,)),
     "complex":                  Kind(to(torch.complex64),                   SENTENCE, SENTENCE, None,     SENTENCE),
     "complex, conjugated":      Kind(conjugated,                            SENTENCE, SENTENCE, None,     SENTENCE),
-    "fp64":                     Kind(to(torch.float64),                     SENTENCE, SENTENCE, None,     EITHER),
+    # The constructor refuses fp64 parameters: test_fp64_parameters.
+    "fp64":                     Kind(to(torch.float64),                     None,     SENTENCE, None,     EITHER),
     "e4m3":                     Kind(to(torch.float8_e4m3fn),               SENTENCE, SENTENCE, None,     None),
     "e5m2":                     Kind(to(torch.float8_e5m2),                 SENTENCE, SENTENCE, None,     None),
     "int32":                    Kind(to(torch.int32),                       SENTENCE, SENTENCE, None,     None),
