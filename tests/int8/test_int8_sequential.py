@@ -143,7 +143,7 @@ def test_a_receiver_that_was_calibrated_with_negative_numbers_still_gets_the_rel
     convert_(net)
     assert codes_passed(net, x) == 2 and net[2].input_zero_point.item() > -128
     assert (net(x) - expected).norm() <= 0.03 * expected.norm()
-    for times in (1, 3):  # some numbers are then outside the range of the codes
+    for times in (1, 20):  # some numbers are then outside the range of the codes
         assert torch.equal(net(times * x), one_by_one(net, times * x))
 
 

@@ -258,6 +258,15 @@ def test_gradients_of_an_int8_kernel_of_one_pixel_with_a_stride(name, mode, how,
         torch.testing.assert_close(mine[inside], wanted[inside], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["image", "line"])
+def test_torch_gets_no_stride_of_a_kernel_of_one_pixel(name, monkeypatch):
+    make, shape = STRIDED_PIXELS[name]
+    layer, convolve, strides = int8_layer("weight_only", make()), F.conv2d, []
+    monkeypatch.setattr(F, "conv2d", lambda *args, **steps: strides.append(steps["stride"]) or convolve(*args, **steps))
+    layer(randn(*shape))
+    assert strides == [(1, 1)]
+
+
 @pytest.mark.parametrize("name", ["3x3", "up"])
 def test_second_derivatives_and_transforms(name, device):
     """The truth is torch's convolution of fake-quantized values."""
