@@ -504,7 +504,7 @@ def plot():
 def drawn(plot, monkeypatch):
     """The figures that are saved, by file name, which stay open."""
     figures = {}
-    monkeypatch.setattr(plot.Figure, "savefig", lambda self, path, **_: figures.__setitem__(path.name, self))
+    monkeypatch.setattr(plot.plt.Figure, "savefig", lambda self, path, **_: figures.__setitem__(path.name, self))
     monkeypatch.setattr(plot.plt, "close", lambda _: None)
     yield figures
     monkeypatch.undo()
