@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from amp_kernels.functional import Int8Tensor
 from amp_kernels.optim import FusedAdamW
 
 PACKAGE = "amp_kernels.benchmarks.experiments"  # not in a wheel
@@ -981,10 +980,10 @@ def test_quantization_at_its_quick_size(encoder, tmp_path):
 # ------------------------------------------------------------------------------------------------- int8 convolutions
 def test_distances_from_exact_results_are_in_steps_of_codes():
     i = of("images_int8")
-    expected = torch.tensor([0.0, 1.0, 100.0], dtype=torch.float64)
-    codes = Int8Tensor(torch.tensor([3, 9, 127], dtype=torch.int8), torch.tensor([0.5]), torch.tensor([3]).int())
+    expected = torch.tensor([0.0, 1.0, 200.0], dtype=torch.float64)
+    codes = torch.quantize_per_tensor(torch.tensor([0.0, 3.0, 200.0]), scale=0.5, zero_point=3, dtype=torch.quint8)
     assert i.distances(expected, codes).tolist() == [0, 4, 0]  # the last code is the largest there is
-    assert i.distances(expected, expected + torch.tensor([0, 200 / 255, 0])).tolist() == pytest.approx([0, 2, 0])
+    assert i.distances(expected, expected + torch.tensor([0, 400 / 255, 0])).tolist() == pytest.approx([0, 2, 0])
     assert i.outside(torch.tensor([0.5, 1.0, 4.0])) == {"outputs": 3, "off": 1, "largest": 4.0}
 
 
