@@ -22,7 +22,8 @@ def _named(dtypes: Iterable[torch.dtype]) -> str:
 def check_are_tensors(op: str, **arguments: object) -> None:
     """Raise TypeError unless each argument is a Tensor, or acts as one in torch's functions, as torch.fx.Proxy does."""
     for name, argument in arguments.items():
-        if not isinstance(argument, Tensor) and not hasattr(argument, "__torch_function__"):
+        acts_as_one = hasattr(argument, "__torch_function__") and not isinstance(argument, type)  # a class has it too
+        if not isinstance(argument, Tensor) and not acts_as_one:
             raise TypeError(f"{op}: {name} must be a Tensor, got {type(argument).__name__}")
 
 

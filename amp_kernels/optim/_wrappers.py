@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_HOLD_NONE = ("amp_kernels.optim.", "torch.optim.")  # modules of optimizers that hold no other
+_OURS = "amp_kernels.optim."  # modules of optimizers that hold no other
 _DEPTH = 4  # of nested containers; a list may contain itself
 _LONG = 256  # entries; a longer container is searched only if it does not begin with a number or a text
 
@@ -60,7 +60,7 @@ def _held(holder: Any, seen: list[Any]) -> list[Any]:
     ``base_optimizer`` and more. If `holder` has parameter groups of its own, it steps an optimizer only if that
     optimizer has at least one parameter of these groups.
     """
-    if type(holder).__module__.startswith(_HOLD_NONE):  # also if one refers to its wrapper
+    if type(holder).__module__.startswith(_OURS):  # also if one refers to its wrapper
         return []
     named = [getattr(holder, name, None) for name in ("optim", "optimizer", "optimizers")]  # may be properties
     values = [*named, *getattr(holder, "__dict__", {}).values()]
