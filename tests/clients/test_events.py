@@ -614,7 +614,7 @@ class Training:
         scaler.scale(torch.zeros((), device=self.device))
         for p in params:
             p.grad = torch.full_like(p, 8.0)
-        # Before the first step, an optimizer under torch's scaler does not know the gradients of the others.
+        # Under torch's scaler, only an optimizer's own gradients are checked before its first step.
         for p in params[-1:] if isinstance(scaler, amp_kernels.GradScaler) else params:
             p.grad[(0,) * p.dim()] = math.inf if overflow else 8.0
         before = [p.detach().clone() for p in params]

@@ -298,7 +298,7 @@ HOLDERS |= {
 @pytest.mark.parametrize("scaler", SCALERS)
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_a_skip_is_told_to_all_that_are_held(scaler, holder):
-    """torch's scaler tells them nothing. They then look at the gradients, those of the other optimizer included."""
+    """torch's scaler tells them nothing. The gradients of all optimizers are then checked."""
     device = torch.device("cpu")
     params = parameters([torch.float32], device)
     inner = [FusedSGD(params[:1], lr=1.0, momentum=0.9), FusedSGD(params[1:], lr=1.0)]
