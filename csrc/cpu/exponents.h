@@ -201,7 +201,7 @@ class ExponentCounter {
     Integers largest = {};
     for (int64_t i = 0; i < n; i += kLanes) {
       const Integers bits = as<Integers>(load_lanes(x + i)) & kMagnitude;
-      largest = (bits < kInfinity) & (bits > largest) ? bits : largest;
+      largest = ((bits < kInfinity) & (bits > largest)) ? bits : largest;
     }
     return max_lane(largest);
   }
