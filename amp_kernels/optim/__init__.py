@@ -1,11 +1,10 @@
-"""Optimizers of `torch.optim` as fused kernels, with fp32 masters for 16-bit parameters. Averages of weights.
+"""Optimizers of `torch.optim` as fused kernels, with fp32 masters for 16-bit parameters.
 
-Helpers for parameter groups and for learning rates under loss scaling.
+Averages and exact weights of a model, and learning rates under loss scaling.
 """
 
 from .adam import FusedAdam, FusedAdamW
-from .averages import average_, ema_, greedy_soup
-from .groups import param_groups
+from .averages import ema_
 from .rmsprop import FusedRMSprop
 from .schedulers import SkipAwareScheduler
 from .sgd import FusedSGD
@@ -17,10 +16,7 @@ __all__ = [
     "FusedRMSprop",
     "FusedSGD",
     "SkipAwareScheduler",
-    "average_",
     "ema_",
     "fp32_state_dict",
-    "greedy_soup",
     "load_fp32_state_dict",
-    "param_groups",
 ]

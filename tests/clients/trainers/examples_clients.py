@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 from pages import ROOT
 
 FOLDER = ROOT / "docs" / "examples"
@@ -18,7 +20,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 class Example(NamedTuple):
-    """A script prints a line for each run. It begins with `torchs` or with `ours`."""
+    """A script prints a line for each run. It begins with `torchs`, which is compared with, or with `ours`."""
 
     torchs: str
     ours: str
@@ -36,6 +38,7 @@ EXAMPLES = {
     "int8_encoder": Example("torch.ao", "amp_kernels, dynamic", "accuracy", 0.02, 0.7),
     "language_model": Example("Trainer", "FusedTrainer", "loss", 0.1, 3.2),
     "lightning_classifier": Example("torch ", "amp_kernels ", "accuracy", 0.03, 0.9),
+    "model_soup": Example("best model", "greedy soup", "loss", 0.0, 0.6),
 }
 
 
@@ -69,3 +72,22 @@ def test_script(path: Path, tmp_path: Path) -> None:
     if "bytes" in torchs[0]:
         assert max(figures(ours, "bytes")) <= figures(torchs, "bytes")[0], result.stdout
     assert not any(tmp_path.iterdir()), "a script leaves files where it runs"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64])
+def test_a_soup_is_the_mean_rounded_once(dtype: torch.dtype) -> None:
+    """Sums of fp16 numbers would be rounded at each addition. Integers and other entries are those of the first."""
+    script = ast.parse((FOLDER / "model_soup.py").read_text())
+    (function,) = (node for node in script.body if isinstance(node, ast.FunctionDef) and node.name == "mean")
+    names = {"torch": torch}
+    exec(compile(ast.Module([function], []), "model_soup", "exec"), names)
+    generator = torch.Generator().manual_seed(0)
+    states = [{"w": torch.randn(8192, generator=generator).to(dtype), "n": torch.tensor(i), "x": i} for i in range(5)]
+    before = [state["w"].clone() for state in states]
+    result = names["mean"](states)  # type: ignore[operator]
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    mean = torch.stack([state["w"].to(wide) for state in states]).mean(0)
+    assert result["w"].dtype is dtype
+    torch.testing.assert_close(result["w"], mean.to(dtype), rtol=0, atol=0 if dtype.itemsize <= 2 else 1e-6)
+    assert result["n"] == 0 and result["x"] == 0
+    assert all(torch.equal(state["w"], w) for state, w in zip(states, before, strict=True))
