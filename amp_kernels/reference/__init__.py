@@ -15,7 +15,7 @@ the operator of `matmul`.
 """
 
 from . import matmul
-from .adam import adam_, adamw_
+from .adam import adam_
 from .exponents import count_exponents_
 from .int8 import (
     dequantize_int8,
@@ -32,7 +32,6 @@ from .unscale import grad_norm, unscale_
 
 __all__ = [
     "adam_",
-    "adamw_",
     "count_exponents_",
     "dequantize_int8",
     "fake_quantize_int8",

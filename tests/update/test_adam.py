@@ -15,7 +15,10 @@ import amp_kernels
 from amp_kernels import testing
 from amp_kernels.optim import FusedAdam, FusedAdamW
 
-OPTIONS = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "maximize": False}
+OPTIONS = {
+    "lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "maximize": False,
+    "decoupled_weight_decay": True,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("amsgrad", [False, True])
@@ -42,18 +45,6 @@ def test_the_default_decay_is_torchs():
         }
 
 
-def test_adamw_is_adam_with_decoupled_decay(device):
-    results = []
-    for function, options in ((amp_kernels.adam_, {"decoupled_weight_decay": True}), (amp_kernels.adamw_, {})):
-        lists = [[testing.randn(1000).to(device)] for _ in range(2)] + [
-            [torch.zeros(1000, device=device)] for _ in range(3)
-        ]
-        for step in range(3):
-            function(*lists, steps_taken=step, **OPTIONS, **options)
-        results.append(lists[0][0])
-    assert torch.equal(*results)
-
-
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.99, 0.9999), (0.0, 0.999999), (0.9, 0.0)])
 def test_bias_correction_is_right_from_the_first_step_on(device, betas):
     """The power itself, taken in fp32, would leave 1 - 0.999 1e-5 off."""
@@ -65,7 +56,7 @@ def test_bias_correction_is_right_from_the_first_step_on(device, betas):
         v = betas[1] * states[1][0].item() + (1 - betas[1]) * 0.25
         expected = -0.1 * (m / correct[0]) / (math.sqrt(v / correct[1]) + 1e-8)
         options = {**OPTIONS, "betas": betas, "weight_decay": 0.0}
-        amp_kernels.adamw_(
+        amp_kernels.adam_(
             [param], [torch.full_like(param, 0.5)], [states[0]], [states[1]], steps_taken=steps, **options
         )
         assert (param / expected - 1).abs().max() < 1e-6
@@ -80,7 +71,7 @@ def test_a_momentum_that_is_turned_off_leaves_no_trace(device, dtype):
     for step, (beta1, gradient) in enumerate([(0.9, 1e9), (0.0, 1.0)]):
         grads = [torch.full(p.shape, gradient, device=device) for p in params]
         options = {**OPTIONS, "betas": (beta1, 0.999), "weight_decay": 0.0}
-        amp_kernels.adamw_(params, grads, averages, squares, masters=masters, steps_taken=step, **options)
+        amp_kernels.adam_(params, grads, averages, squares, masters=masters, steps_taken=step, **options)
     assert all(torch.equal(average, torch.ones_like(average)) for average in averages)
 
 
@@ -89,10 +80,10 @@ def test_a_compiled_step_serves_every_count(device):
     counter = CompileCounter()
     lists = [[testing.randn(100).to(device)] for _ in range(2)] + [[torch.zeros(100, device=device)] for _ in range(2)]
     copies = [[t.clone() for t in tensors] for tensors in lists]
-    compiled = torch.compile(lambda step: amp_kernels.adamw_(*lists, steps_taken=step, **OPTIONS), backend=counter)
+    compiled = torch.compile(lambda step: amp_kernels.adam_(*lists, steps_taken=step, **OPTIONS), backend=counter)
     for step in range(12):
         compiled(step)
-        amp_kernels.adamw_(*copies, steps_taken=step, **OPTIONS)
+        amp_kernels.adam_(*copies, steps_taken=step, **OPTIONS)
     assert counter.frame_count <= 3
     assert torch.equal(lists[0][0], copies[0][0])
 
@@ -101,10 +92,10 @@ def test_a_compiled_step_serves_every_count(device):
 def test_counts_that_are_none(device, wrong):
     param = torch.ones(3, device=device)
     lists = [[param]] + [[torch.zeros(3, device=device)] for _ in range(3)]
-    with pytest.raises(ValueError, match=r"^adamw_: steps_taken must be an int from 0 to 2\^31 - 2, got"):
-        amp_kernels.adamw_(*lists, steps_taken=wrong, **OPTIONS)
-    with pytest.raises(ValueError, match=r"^adamw_: betas must be two numbers, got \(0.9,\)"):
-        amp_kernels.adamw_(*lists, steps_taken=0, **{**OPTIONS, "betas": (0.9,)})
+    with pytest.raises(ValueError, match=r"^adam_: steps_taken must be an int from 0 to 2\^31 - 2, got"):
+        amp_kernels.adam_(*lists, steps_taken=wrong, **OPTIONS)
+    with pytest.raises(ValueError, match=r"^adam_: betas must be two numbers, got \(0.9,\)"):
+        amp_kernels.adam_(*lists, steps_taken=0, **{**OPTIONS, "betas": (0.9,)})
     assert torch.equal(param, torch.ones_like(param))
 
 
