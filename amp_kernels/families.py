@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import reference
 from .reference.states import MOMENTUM, SECOND_MOMENT, Code
+from .reference.update import States
 
 
 class HyperType(Protocol):
@@ -29,7 +30,7 @@ class HyperType(Protocol):
 
 
 class Family(NamedTuple):
-    """An optimizer formula: ``p, states <- formula(p, g, states, hyper, lr)``.
+    """An optimizer formula: ``p, s <- formula(p, g, s, hyper, lr, step)``.
 
     Attributes:
         name: Name of the formula.
@@ -40,9 +41,7 @@ class Family(NamedTuple):
         optional: How many states are optional. They are the last ones in `states`. The options of the optimizer decide
             whether a parameter has them.
         hyper: Type of the hyper-parameters, which do not include the learning rate.
-        reference: The update in plain torch, called as ``(params, grads, states, masters, hyper, *, lr, steps_taken,
-            grad_scale, found_inf)``. The argument `states` has one list of tensors for each name in the attribute
-            `states`. A list is empty if its state is not used. `steps_taken` is an int or a 0-dim int64 tensor.
+        formula: The formula in plain torch. `reference.update_` explains its arguments.
     """
 
     name: str
@@ -51,7 +50,7 @@ class Family(NamedTuple):
     codes: tuple[Code | None, ...]
     optional: int
     hyper: HyperType
-    reference: Callable[..., None]
+    formula: Callable[..., tuple[Tensor, States]]
 
     def coded(self, names: Sequence[str | None]) -> int:
         """Return a bit for each of the first two states that may have fewer than 32 bits.
@@ -96,25 +95,7 @@ class SgdHyper(NamedTuple):
         )
 
 
-def _sgd(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    states: Sequence[Sequence[Tensor]],
-    masters: Sequence[Tensor],
-    hyper: SgdHyper,
-    *,
-    steps_taken: int | Tensor,
-    **rest: Any,
-) -> None:
-    (momentum_buffers,) = states
-    reference.sgd_(
-        params, grads, momentum_buffers, masters, momentum=hyper.momentum, dampening=1 - hyper.one_minus_dampening,
-        weight_decay=hyper.weight_decay, nesterov=bool(hyper.nesterov), maximize=hyper.sign < 0,
-        is_first_step=steps_taken == 0, **rest,
-    )  # fmt: skip
-
-
-SGD = Family("sgd", ("dampening",), ("momentum_buffer",), (MOMENTUM,), 1, SgdHyper, _sgd)
+SGD = Family("sgd", ("dampening",), ("momentum_buffer",), (MOMENTUM,), 1, SgdHyper, reference.sgd.formula)
 
 
 # ------------------------------------------------------------------------------------------------------------ RMSprop
@@ -141,26 +122,9 @@ class RmspropHyper(NamedTuple):
         )
 
 
-def _rmsprop(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    states: Sequence[Sequence[Tensor]],
-    masters: Sequence[Tensor],
-    hyper: RmspropHyper,
-    *,
-    steps_taken: int | Tensor,
-    **rest: Any,
-) -> None:
-    square_avgs, momentum_buffers, grad_avgs = states
-    reference.rmsprop_(
-        params, grads, square_avgs, momentum_buffers, grad_avgs, masters, alpha=hyper.alpha, eps=hyper.eps,
-        weight_decay=hyper.weight_decay, momentum=hyper.momentum, maximize=hyper.sign < 0, **rest,
-    )  # fmt: skip
-
-
 RMSPROP = Family(
     "rmsprop", ("alpha", "momentum"), ("square_avg", "momentum_buffer", "grad_avg"), (SECOND_MOMENT, MOMENTUM, None), 2,
-    RmspropHyper, _rmsprop,
+    RmspropHyper, reference.rmsprop.formula,
 )  # fmt: skip
 
 
@@ -189,26 +153,9 @@ class AdamHyper(NamedTuple):
         )
 
 
-def _adam(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    states: Sequence[Sequence[Tensor]],
-    masters: Sequence[Tensor],
-    hyper: AdamHyper,
-    **rest: Any,
-) -> None:
-    exp_avgs, exp_avg_sqs, max_exp_avg_sqs = states
-    reference.adam_(
-        params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters,
-        betas=(1 - hyper.one_minus_beta1, 1 - hyper.one_minus_beta2), eps=hyper.eps,
-        weight_decay=hyper.weight_decay, maximize=hyper.sign < 0,
-        decoupled_weight_decay=bool(hyper.decoupled_weight_decay), **rest,
-    )  # fmt: skip
-
-
 ADAM = Family(
     "adam", ("amsgrad",), ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), (MOMENTUM, SECOND_MOMENT, None), 1, AdamHyper,
-    _adam,
+    reference.adam.formula,
 )  # fmt: skip
 
 FAMILIES = {family.name: family for family in (SGD, RMSPROP, ADAM)}

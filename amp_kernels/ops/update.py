@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from .. import reference
 from ..families import FAMILIES
 from ..reference._master import join
 from . import lists
@@ -39,9 +40,9 @@ def _update(*arguments: Any) -> None:
     if given.grad_remainders is not None:
         remainders = iter(given.grad_remainders)
         grads = [g if g.dtype is torch.float32 else join(g, next(remainders)) for g in grads]
-    known.reference(
-        given.params, grads, [state or () for state in given.states], given.masters or (),
-        known.hyper(*given.hyper), lr=given.lr if given.tensor_lr is None else given.tensor_lr,
+    lr = given.lr if given.tensor_lr is None else given.tensor_lr
+    reference.update_(
+        known.formula, given.params, grads, given.states, given.masters or (), known.hyper(*given.hyper), lr=lr,
         steps_taken=given.steps_taken, grad_scale=given.grad_scale, found_inf=given.found_inf,
     )  # fmt: skip
 

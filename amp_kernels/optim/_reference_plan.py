@@ -11,8 +11,8 @@ from .. import reference
 from ..families import Family
 from ..ops.table import STATE_DTYPES, STATES, is_dense
 from ..reference._master import count_lost, join
-from ..reference._update import assign
 from ..reference.states import decode, encode, random_bits, to_bf16
+from ..reference.update import assign
 from ._plan import Column, Hyper, Keys, Members, Plan, Read, check_apart, check_gradients
 from ._stored import flat
 from ._tensors import check_written, read_gradient
@@ -87,9 +87,10 @@ class ReferencePlan(Plan):
             masters = [] if column.remainder is None else [column.remainder]
             states = [self._fp32(column, k) for k in range(len(self._family.states))]
             hyper = self._hyper[self.members.groups[t]]
-            self._family.reference(
-                [column.memory], [grad], [[] if s is None else [s] for s in states], masters, hyper.values, lr=hyper.lr,
-                steps_taken=unsigned(column.step), grad_scale=grad_scale, found_inf=found_inf,
+            reference.update_(
+                self._family.formula, [column.memory], [grad], [None if s is None else [s] for s in states], masters,
+                hyper.values, lr=hyper.lr, steps_taken=unsigned(column.step), grad_scale=grad_scale,
+                found_inf=found_inf,
             )  # fmt: skip
             self._store(t, column, states, found_inf)
             column.step.add_(applied)
@@ -111,9 +112,10 @@ class ReferencePlan(Plan):
             states = [self._fp32(column, k) for k in range(len(self._family.states))]
             hyper, master = self._hyper[self.members.groups[t]], join(weight, column.remainder)
             new = master.clone()
-            self._family.reference(
-                [weight], [grad], [[] if s is None else [s.clone()] for s in states], [new], hyper.values, lr=hyper.lr,
-                steps_taken=unsigned(column.step), grad_scale=grad_scale, found_inf=found_inf,
+            reference.update_(
+                self._family.formula, [weight], [grad], [None if s is None else [s.clone()] for s in states], [new],
+                hyper.values, lr=hyper.lr, steps_taken=unsigned(column.step), grad_scale=grad_scale,
+                found_inf=found_inf,
             )  # fmt: skip
             counts[t] = count_lost(column.memory, master, new)
         return counts

@@ -8,14 +8,15 @@ arguments and the result of the function in `amp_kernels` that has the same name
   operator `int8_linear`. `straight_through_int8` is the gradient of `fake_quantize_int8`.
 - `amp_kernels` has no `count_exponents_`. Only `PrecisionReport` and `GradScaler` call this operator.
 - `matmul` is a module. Its functions specify the operators for 16-bit products.
+- `sgd`, `rmsprop` and `adam` are modules. Their function `formula` updates one parameter. `update_` applies it to
+  lists, as `sgd_`, `rmsprop_` and `adam_` of `amp_kernels` do.
 
 Some functions that the package offers have no counterpart here, because they call operators that have one:
 `clip_grad_norm_` calls `grad_norm` and `unscale_`. `optim.ema_` calls the operator of `sgd_`. `addmm` and `linear` call
 the operator of `matmul`.
 """
 
-from . import matmul
-from .adam import adam_
+from . import adam, matmul, rmsprop, sgd
 from .exponents import count_exponents_
 from .int8 import (
     dequantize_int8,
@@ -26,12 +27,11 @@ from .int8 import (
     quantize_int8,
     straight_through_int8,
 )
-from .rmsprop import rmsprop_
-from .sgd import sgd_
 from .unscale import grad_norm, unscale_
+from .update import update_
 
 __all__ = [
-    "adam_",
+    "adam",
     "count_exponents_",
     "dequantize_int8",
     "fake_quantize_int8",
@@ -41,8 +41,9 @@ __all__ = [
     "int8_matmul",
     "matmul",
     "quantize_int8",
-    "rmsprop_",
-    "sgd_",
+    "rmsprop",
+    "sgd",
     "straight_through_int8",
     "unscale_",
+    "update_",
 ]

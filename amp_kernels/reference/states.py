@@ -22,8 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._update import root
 from .int8 import philox
+from .update import root
 
 GROUP = 128
 # With this scale or a larger one, decoded numbers are normal or 0, because (1 / 255)^4 is above 2^-32. So if a decoded

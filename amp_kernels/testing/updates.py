@@ -19,7 +19,7 @@ from .. import functional, optim
 from ..backends import use_backend
 from ..families import FAMILIES, Family
 from ..reference._master import split
-from ..reference._update import parameters
+from ..reference.update import fp32 as fp32_of
 from .common import (
     DTYPES,
     LAYOUTS,
@@ -218,7 +218,8 @@ class UpdateInputs:
             >>> inputs.fp32()[0].dtype, inputs.masters[0].dtype
             (torch.float32, torch.int16)
         """
-        return [parameter.fp32() for parameter in parameters(self.params, self.masters)]
+        masters = iter(self.masters)
+        return [fp32_of(p, None if p.dtype is torch.float32 else next(masters)) for p in self.params]
 
     def written(self) -> list[Tensor]:
         """Return all tensors that a step may write.
