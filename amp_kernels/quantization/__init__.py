@@ -9,9 +9,9 @@
 `amp_kernels.nn.Int8Linear` explains the modes weight-only, dynamic and static.
 
 These layers are converted: `torch.nn.Linear`, `amp_kernels.nn.Linear` without an activation, transformers' `Conv1D`,
-`torch.nn.Conv2d` and `torch.nn.Conv1d` without groups, `torch.nn.ConvTranspose2d` and `torch.nn.ConvTranspose1d` whose
-stride is the size of the kernel, and `torch.nn.Embedding`. Embeddings are among them because they can be most of a
-model: in a small sentence transformer they are two thirds of the bytes.
+`torch.nn.Conv2d` and `torch.nn.Conv1d` without groups, `torch.nn.ConvTranspose2d` whose stride is the size of the
+kernel, and `torch.nn.Embedding`. Embeddings are among them because they can be most of a model: in a small sentence
+transformer they are two thirds of the bytes.
 
 Each of the functions `quantize_`, `prepare_`, `prepare_qat_` and `convert_` sends a line to the logger "amp_kernels".
 The line lists the converted parameters and the unchanged parameters, with their shares of the bytes. Its level is INFO.
@@ -43,7 +43,6 @@ from ..functional import Int8Tensor, fake_quantize_int8, quantize_int8
 from ..nn import (
     Int8Conv1d,
     Int8Conv2d,
-    Int8ConvTranspose1d,
     Int8ConvTranspose2d,
     Int8Embedding,
     Int8Linear,
@@ -122,9 +121,9 @@ def quantize_(
     """Replace linear layers, convolutions and embeddings of a model by int8 layers for inference.
 
     Layers are replaced if their class is `torch.nn.Linear`, transformers' `Conv1D`, `torch.nn.Conv2d`,
-    `torch.nn.Conv1d`, `torch.nn.ConvTranspose2d`, `torch.nn.ConvTranspose1d` or `torch.nn.Embedding`. A layer of the
-    class `amp_kernels.nn.Linear` is replaced too, if it has no activation. A layer of another subclass is replaced if
-    the subclass inherits `forward`. A subclass of `torch.nn.Linear` may have a `forward` of its own that computes the
+    `torch.nn.Conv1d`, `torch.nn.ConvTranspose2d` or `torch.nn.Embedding`. A layer of the class
+    `amp_kernels.nn.Linear` is replaced too, if it has no activation. A layer of another subclass is replaced if the
+    subclass inherits `forward`. A subclass of `torch.nn.Linear` may have a `forward` of its own that computes the
     same, and a subclass of `torch.nn.Embedding` may multiply rows by a constant. To find out, `forward` of copies with
     small random weights is called. All other layers are left, also those of subclasses with an added parameter, module,
     buffer or public method. An unsaved buffer that holds the constant is no such addition.
@@ -638,12 +637,6 @@ class _ObservedConv(_PreparedConv):
         return result
 
 
-class _ObservedConvTranspose(_ObservedConv):
-    def forward(self, x: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
-        check_output_size(self, x, output_size)
-        return super().forward(x)
-
-
 class _QATConv(_NotesReads, _PreparedConv):
     def forward(self: Any, x: Tensor) -> Tensor:
         check_images(self, x)
@@ -655,22 +648,6 @@ class _QATConv(_NotesReads, _PreparedConv):
         images = images_of(x, lines)
         result = w8a8_conv(images, weight, None, self.bias, scale, zero_point, steps, dtype, not self.training)
         return from_images(result, lines, x.dim())
-
-
-class _QATConvTranspose(_QATConv):
-    def forward(self: Any, x: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
-        check_images(self, x)
-        check_output_size(self, x, output_size)
-        scale_of_x, zero_point = self._affine_of(x)
-
-        def multiply(pixels: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-            dtype = compute_dtype(pixels)
-            return w8a8(pixels, weight, scale, bias, scale_of_x, zero_point, dtype, not self.training)
-
-        weight = by_outputs(self)
-        dims = weight.dim() - 2
-        result = up_convolve(images_of(x, dims), weight, codes_of_weight(self).scale, self.bias, multiply)
-        return from_images(result, dims, x.dim())
 
 
 class ObservedConv1d(_ObservedConv, nn.Conv1d):
@@ -689,20 +666,28 @@ class QATConv2d(_QATConv, nn.Conv2d):
     """`torch.nn.Conv2d` that computes in int8, and trains its float weight; `prepare_qat_` makes it."""
 
 
-class ObservedConvTranspose1d(_ObservedConvTranspose, nn.ConvTranspose1d):
-    """`torch.nn.ConvTranspose1d` that records the range of its inputs; `prepare_` makes it."""
-
-
-class ObservedConvTranspose2d(_ObservedConvTranspose, nn.ConvTranspose2d):
+class ObservedConvTranspose2d(_ObservedConv, nn.ConvTranspose2d):
     """`torch.nn.ConvTranspose2d` that records the range of its inputs; `prepare_` makes it."""
 
+    def forward(self, x: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
+        check_output_size(self, x, output_size)
+        return super().forward(x)
 
-class QATConvTranspose1d(_QATConvTranspose, nn.ConvTranspose1d):
-    """`torch.nn.ConvTranspose1d` that computes in int8, and trains its float weight; `prepare_qat_` makes it."""
 
-
-class QATConvTranspose2d(_QATConvTranspose, nn.ConvTranspose2d):
+class QATConvTranspose2d(_QATConv, nn.ConvTranspose2d):
     """`torch.nn.ConvTranspose2d` that computes in int8, and trains its float weight; `prepare_qat_` makes it."""
+
+    def forward(self: Any, x: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
+        check_images(self, x)
+        check_output_size(self, x, output_size)
+        scale_of_x, zero_point = self._affine_of(x)
+
+        def multiply(pixels: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+            dtype = compute_dtype(pixels)
+            return w8a8(pixels, weight, scale, bias, scale_of_x, zero_point, dtype, not self.training)
+
+        weight, scale = by_outputs(self), codes_of_weight(self).scale
+        return from_images(up_convolve(images_of(x, 2), weight, scale, self.bias, multiply), 2, x.dim())
 
 
 class PreparedEmbedding(LoadsItsKind, nn.Embedding):
@@ -746,9 +731,9 @@ class QATEmbedding(_NotesReads, PreparedEmbedding):
 
 # ---------------------------------------------------------------------------------------------------------- helpers
 # The layers that take the place of each convolution, in the order of `CONVOLUTIONS`.
-_INT8_CONVOLUTIONS = (Int8Conv1d, Int8Conv2d, Int8ConvTranspose1d, Int8ConvTranspose2d)
-_OBSERVED_CONVOLUTIONS = (ObservedConv1d, ObservedConv2d, ObservedConvTranspose1d, ObservedConvTranspose2d)
-_QAT_CONVOLUTIONS = (QATConv1d, QATConv2d, QATConvTranspose1d, QATConvTranspose2d)
+_INT8_CONVOLUTIONS = (Int8Conv1d, Int8Conv2d, Int8ConvTranspose2d)
+_OBSERVED_CONVOLUTIONS = (ObservedConv1d, ObservedConv2d, ObservedConvTranspose2d)
+_QAT_CONVOLUTIONS = (QATConv1d, QATConv2d, QATConvTranspose2d)
 
 
 def _of_its_class(classes: tuple[Any, ...], layer: nn.Module) -> Any:
@@ -854,8 +839,8 @@ def _find(op: str, model: nn.Module, filter_fn: FilterFn | None, needs_int8_inpu
         _check_loses_nothing(op, name, layer)
     if not found:
         raise ValueError(
-            f"{op}: model must have an nn.Linear, nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d or "
-            f"nn.Embedding to replace, got {type(model).__name__}"
+            f"{op}: model must have an nn.Linear, nn.Conv1d, nn.Conv2d, nn.ConvTranspose2d or nn.Embedding to "
+            f"replace, got {type(model).__name__}"
             + (", where each of these shares its weight with a layer that is not replaced" if taken else " without any")
             + ("" if known else _why_layers_stay(model))
             + _what_was_done(model)
@@ -883,7 +868,7 @@ def _why_layers_stay(model: nn.Module) -> str:
         reason += "; call torch.nn.utils.parametrize.remove_parametrizations for layers with a weight_norm"
     if not kinds.isdisjoint((nn.Conv1d, nn.Conv2d)):
         reason += "; a convolution must have groups=1, and pad both ends of a dimension with as many zeros"
-    if not kinds.isdisjoint((nn.ConvTranspose1d, nn.ConvTranspose2d)):
+    if nn.ConvTranspose2d in kinds:
         reason += (
             "; a transposed convolution must have kernels that do not overlap: a stride equal to the size of its "
             "kernel, no padding, no dilation and groups=1"
@@ -906,7 +891,7 @@ def _is_known(layer: nn.Module) -> bool:
         return is_conv1d(layer)
     if isinstance(layer, nn.Conv1d | nn.Conv2d) and not (layer.groups == 1 and pads_both_ends_alike(layer)):
         return False
-    if isinstance(layer, nn.ConvTranspose1d | nn.ConvTranspose2d) and not kernels_do_not_overlap(layer):
+    if isinstance(layer, nn.ConvTranspose2d) and not kernels_do_not_overlap(layer):
         return False
     return factor_of(layer) is not None
 

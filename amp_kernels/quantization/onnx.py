@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .._loader import import_extra
-from ..nn import Int8Conv1d, Int8Conv2d, Int8ConvTranspose1d, Int8ConvTranspose2d, Int8Embedding, Int8Linear
+from ..nn import Int8Conv1d, Int8Conv2d, Int8ConvTranspose2d, Int8Embedding, Int8Linear
 from ..nn.conversion import check_model, exchange, has_hooks
 from ..nn.int8 import ALL, Int8ProductLayer, Int8Weight, scaled_rows
 from ..nn.int8_conv import check_output_size, steps_of
@@ -452,12 +452,11 @@ class _ConvTranspose(_Conv):
     pixels.
     """
 
-    def __init__(self, layer: Int8ConvTranspose1d | Int8ConvTranspose2d) -> None:
-        ones = (1,) * len(layer.kernel_size)
+    def __init__(self, layer: Int8ConvTranspose2d) -> None:
         codes = layer.weight_codes.movedim(0, -2).flatten(0, -2)  # an output for each pixel of a block and each channel
-        super().__init__(layer, codes.reshape(*codes.shape, *ones), math.prod(layer.kernel_size))
+        super().__init__(layer, codes[..., None, None], math.prod(layer.kernel_size))
         self.kernel, self.reduced = layer.kernel_size, (1,)
-        self.steps = {"stride": ones, "padding": (0,) * len(ones), "dilation": ones}
+        self.steps = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1)}
 
     @property
     def weight(self) -> Tensor:
@@ -477,10 +476,9 @@ class _ConvTranspose(_Conv):
 
     def blocks(self, x: Tensor) -> Tensor:
         """Return [B, N, H * kernel height, W * kernel width] for [B, kernel height * kernel width * N, H, W]."""
-        dims, pixels = len(self.kernel), [n * k for n, k in zip(x.shape[2:], self.kernel, strict=True)]
-        x = x.unflatten(1, (*self.kernel, -1))
-        order = [axis for d in range(dims) for axis in (2 + dims + d, 1 + d)]
-        return x.permute(0, 1 + dims, *order).reshape(x.shape[0], x.shape[1 + dims], *pixels)
+        pixels = [n * k for n, k in zip(x.shape[2:], self.kernel, strict=True)]
+        x = x.unflatten(1, (*self.kernel, -1)).permute(0, 3, 4, 1, 5, 2)
+        return x.reshape(*x.shape[:2], *pixels)
 
 
 class _Embedding(_StandIn):
@@ -503,7 +501,6 @@ _STAND_INS: dict[type[nn.Module], Any] = {
     Int8Linear: _Linear,
     Int8Conv1d: _Conv,
     Int8Conv2d: _Conv,
-    Int8ConvTranspose1d: _ConvTranspose,
     Int8ConvTranspose2d: _ConvTranspose,
     Int8Embedding: _Embedding,
 }
