@@ -1,6 +1,7 @@
 """Layers: `Linear` for 16-bit weights of any size, and layers with int8 weights for inference.
 
-The int8 layers are `Int8Linear`, `Int8Conv2d`, `Int8Conv1d`, `Int8ConvTranspose2d` and `Int8Embedding`. The projections of a `MultiheadAttention` can be int8 layers.
+The int8 layers are `Int8Linear`, `Int8Conv2d`, `Int8Conv1d`, `Int8ConvTranspose2d` and `Int8Embedding`. The
+projections of a `MultiheadAttention` can be int8 layers.
 """
 
 from .attention import MultiheadAttention

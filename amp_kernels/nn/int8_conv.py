@@ -169,15 +169,7 @@ class _Int8ConvBase(Int8ProductLayer):
         raise NotImplementedError
 
     def extra_repr(self) -> str:
-        """Return what `print(layer)` shows between the brackets.
-
-        Returns:
-            Channels, kernel, steps and mode.
-
-        Examples:
-            >>> amp_kernels.nn.Int8Conv2d(3, 8, 3).extra_repr()
-            '3, 8, kernel_size=(3, 3), stride=(1, 1), mode=weight_only'
-        """
+        """Return what `print(layer)` shows between the brackets."""
         shown = [f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}"]
         shown += [f"padding={self.padding!r}"] * any(steps_of(self)["padding"])
         shown += [f"dilation={self.dilation}"] * any(step != 1 for step in self.dilation)

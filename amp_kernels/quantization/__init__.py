@@ -72,7 +72,6 @@ from ..nn.int8 import (
     ALL,
     FixedDtypes,
     Int8Weight,
-    check_has_weight,
     check_is_dense,
     codes_of_weight,
     compute_dtype,
@@ -99,9 +98,6 @@ from .onnx import export_onnx
 from .saved_activations import int8_saved_activations
 
 __all__ = [
-    "MinMaxObserver",
-    "ObservedLinear",
-    "QATLinear",
     "convert_",
     "export_onnx",
     "int8_saved_activations",
@@ -334,19 +330,7 @@ def convert_(model: nn.Module) -> nn.Module:
 class MinMaxObserver(FixedDtypes):
     """Record the smallest and the largest value of all batches on the device, without waiting for it.
 
-    Args:
-        device: Device of the range.
-
-    Attributes:
-        low: Smallest value, 0-dim fp32; inf before the first batch.
-        high: Largest value, 0-dim fp32; -inf before the first batch.
-
-    Examples:
-        >>> observer = amp_kernels.quantization.MinMaxObserver()
-        >>> observer(torch.tensor([0.0, 2.0])), observer(torch.tensor([-1.0, 1.0]))
-        ((tensor(0.), tensor(2.)), (tensor(-1.), tensor(1.)))
-        >>> observer.low, observer.high
-        (tensor(-1.), tensor(2.))
+    `low` is inf and `high` is -inf before the first batch. Both are 0-dim fp32.
     """
 
     low: Tensor
@@ -359,21 +343,9 @@ class MinMaxObserver(FixedDtypes):
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Widen the range by a batch.
+        """Widen the range by a batch. Return the smallest and the largest value of the batch.
 
-        Args:
-            x: fp16, bf16 or fp32, of any shape.
-
-        Returns:
-            Smallest and largest value of this batch, 0-dim fp32. For an empty batch, the smallest and largest value of
-                all batches so far.
-
-        Raises:
-            RuntimeError: The call is inside a transform of `torch.func`.
-
-        Examples:
-            >>> amp_kernels.quantization.MinMaxObserver()(torch.tensor([3.0, 5.0]))
-            (tensor(3.), tensor(5.))
+        For an empty batch, return those of all batches so far.
         """
         if not x.numel():
             return self.low, self.high
@@ -391,33 +363,15 @@ class MinMaxObserver(FixedDtypes):
         return low, high
 
     def affine(self) -> tuple[Tensor, Tensor]:
-        """Return the scale and the zero point for asymmetric codes of the range, as `quantize_int8` computes them.
-
-        Returns:
-            fp32 `[1]` and int32 `[1]`. The scale is NaN before the first batch.
-
-        Examples:
-            >>> observer = amp_kernels.quantization.MinMaxObserver()
-            >>> _ = observer(torch.tensor([-127.0, 128.0]))
-            >>> observer.affine()
-            (tensor([1.]), tensor([-1], dtype=torch.int32))
-        """
+        """Return the scale and the zero point for asymmetric codes of the range. The scale is NaN before a batch."""
         return _affine(self.low, self.high)
 
     def check(self, name: str, when: str = "") -> None:
-        """Raise an error unless a finite range was recorded. Waits for the device.
+        """Raise ValueError unless a finite range was recorded. Waits for the device.
 
         Args:
             name: The layer's name, for the message.
             when: When the layer records, for the message.
-
-        Raises:
-            ValueError: There was no batch, or one held NaN or inf.
-
-        Examples:
-            >>> observer = amp_kernels.quantization.MinMaxObserver()
-            >>> _ = observer(torch.ones(2))
-            >>> observer.check("head")
         """
         low, high = self.low.item(), self.high.item()
         if low > high:
@@ -480,77 +434,23 @@ class _PreparedLinear(_Prepared, nn.Linear):
     is_transposed: bool
 
     @classmethod
-    def _adopt(cls, linear: Any, observes: bool) -> Any:
-        check_has_weight(f"{cls.__name__}.from_linear", linear)
+    def from_linear(cls, linear: Any, observes: bool) -> Any:
+        """Return a layer that shares the parameters of a float layer, and records the range of inputs if `observes`."""
         outputs, inputs = matrix(linear).shape
         layer = cls(inputs, outputs, linear.bias is not None, device="meta")
         layer.weight, layer.bias, layer.is_transposed = linear.weight, linear.bias, is_transposed(linear)
         layer.observer = MinMaxObserver(linear.weight.device) if observes else None
         return layer.train(linear.training)
 
-    def convert(self, weight: Int8Tensor) -> Int8Linear:
-        """Return the int8 layer that takes the place of this one.
-
-        Args:
-            weight: Codes of the weight, as `quantize_int8(weight, dim=-1)` makes them, of shape `[out_features,
-                in_features]`.
-
-        Returns:
-            A layer in the mode `"static"` if this layer records ranges, else `"dynamic"`.
-
-        Examples:
-            >>> layer = amp_kernels.quantization.QATLinear.from_linear(torch.nn.Linear(16, 8))
-            >>> layer.convert(amp_kernels.quantize_int8(layer.weight.detach(), dim=-1))
-            Int8Linear(in_features=16, out_features=8, bias=True, mode=dynamic)
-        """
-        made: Int8Linear = self._converted(Int8Linear.from_linear, weight)
-        return made
+    def convert(self, weight: Int8Tensor) -> Any:
+        """Return the int8 layer with these codes of the weight."""
+        return self._converted(Int8Linear.from_linear, weight)
 
 
 class ObservedLinear(_PreparedLinear):
-    """`torch.nn.Linear` that records the range of its inputs; `prepare_` makes it.
-
-    Attributes:
-        observer: The `MinMaxObserver`.
-
-    Examples:
-        >>> layer = amp_kernels.quantization.ObservedLinear.from_linear(torch.nn.Linear(2, 1))
-        >>> _ = layer(torch.tensor([[-1.0, 2.0]]))
-        >>> layer.observer.low, layer.observer.high
-        (tensor(-1.), tensor(2.))
-    """
-
-    @classmethod
-    def from_linear(cls, linear: nn.Module) -> ObservedLinear:
-        """Return an `ObservedLinear` with the parameters of a float layer.
-
-        Args:
-            linear: A `torch.nn.Linear`, or a `Conv1D` of transformers.
-
-        Returns:
-            The layer, which shares the parameters of `linear`.
-        """
-        layer: ObservedLinear = cls._adopt(linear, observes=True)
-        return layer
+    """`torch.nn.Linear` that records the range of its inputs; `prepare_` makes it."""
 
     def forward(self, x: Tensor, outputs: slice = ALL) -> Tensor:
-        """Record the range of `x` and return `x @ weight.T + bias`.
-
-        Args:
-            x: `[..., in_features]`.
-            outputs: Only these outputs are computed.
-
-        Returns:
-            `[..., out_features]`.
-
-        Raises:
-            TypeError: `x` is a nested tensor.
-
-        Examples:
-            >>> layer = amp_kernels.quantization.ObservedLinear.from_linear(torch.nn.Linear(2, 1))
-            >>> layer(torch.ones(3, 2)).shape
-            torch.Size([3, 1])
-        """
         assert self.observer is not None
         check_is_dense("ObservedLinear", x)
         self.observer(x)
@@ -558,50 +458,9 @@ class ObservedLinear(_PreparedLinear):
 
 
 class QATLinear(_NotesReads, _PreparedLinear):
-    """`torch.nn.Linear` that computes in int8, as `Int8Linear`, and trains its float weight; `prepare_qat_` makes it.
-
-    Attributes:
-        observer: The `MinMaxObserver` of the mode `"static"`, else None.
-
-    Examples:
-        >>> layer = amp_kernels.quantization.QATLinear.from_linear(torch.nn.Linear(2, 1))
-        >>> layer(torch.ones(3, 2)).sum().backward()
-        >>> layer.weight.grad.shape
-        torch.Size([1, 2])
-    """
-
-    @classmethod
-    def from_linear(cls, linear: nn.Module, mode: Literal["dynamic", "static"] = "dynamic") -> QATLinear:
-        """Return a `QATLinear` with the parameters of a float layer.
-
-        Args:
-            linear: A `torch.nn.Linear`, or a `Conv1D` of transformers.
-            mode: `"dynamic"` or `"static"`, the mode of the int8 layer that `convert_` will make.
-
-        Returns:
-            The layer, which shares the parameters of `linear`.
-        """
-        layer: QATLinear = cls._adopt(linear, observes=mode == "static")
-        return layer
+    """`torch.nn.Linear` that computes in int8, and trains its float weight; `prepare_qat_` makes it."""
 
     def forward(self, x: Tensor, outputs: slice = ALL) -> Tensor:
-        """Multiply the int8 codes of `x` and of the weight, with straight-through gradients.
-
-        Args:
-            x: `[..., in_features]`, fp16, bf16 or fp32.
-            outputs: Only these outputs are computed.
-
-        Returns:
-            `[..., out_features]` in the dtype of `x`, or under autocast in the dtype of autocast.
-
-        Raises:
-            TypeError: `x` is a nested tensor.
-
-        Examples:
-            >>> layer = amp_kernels.quantization.QATLinear.from_linear(torch.nn.Linear(2, 1))
-            >>> layer(torch.ones(3, 2)).shape
-            torch.Size([3, 1])
-        """
         check_is_dense("QATLinear", x)
         rows = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
         weight, bias = matrix(self)[outputs], None if self.bias is None else self.bias[outputs]
@@ -746,7 +605,7 @@ def _observed(layer: Any) -> Any:
         return PreparedEmbedding.from_embedding(layer)
     if isinstance(layer, CONVOLUTIONS):
         return _of_its_class(_OBSERVED_CONVOLUTIONS, layer).from_conv(layer, observes=True)
-    return ObservedLinear.from_linear(layer)
+    return ObservedLinear.from_linear(layer, observes=True)
 
 
 def _for_qat(layer: Any, mode: Literal["dynamic", "static"]) -> Any:
@@ -754,7 +613,7 @@ def _for_qat(layer: Any, mode: Literal["dynamic", "static"]) -> Any:
         return QATEmbedding.from_embedding(layer)
     if isinstance(layer, CONVOLUTIONS):
         return _of_its_class(_QAT_CONVOLUTIONS, layer).from_conv(layer, observes=mode == "static")
-    return QATLinear.from_linear(layer, mode)
+    return QATLinear.from_linear(layer, observes=mode == "static")
 
 
 class _SharedCodes:

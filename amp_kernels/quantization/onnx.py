@@ -172,7 +172,7 @@ def _check(model: nn.Module, example: object, arguments: tuple[Any, ...], path: 
         if zero_point is not None and not -128 <= zero_point.item() <= 127:
             raise ValueError(
                 f"{op}: input_zero_point of {name!r} must be from -128 to 127, as int8 codes are, got "
-                f"{zero_point.item()}; take that of MinMaxObserver, or of prepare_ and convert_"
+                f"{zero_point.item()}; take that of prepare_ and convert_"
             )
         terms = layer._terms(layer.weight_codes.shape) if isinstance(layer, Int8ProductLayer) else 0
         if terms > MAX_TERMS and layer.mode != "weight_only":
