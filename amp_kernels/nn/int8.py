@@ -657,9 +657,9 @@ class Int8Linear(Int8ProductLayer):
         if outputs is not ALL:
             weight, scale, bias = weight[outputs], scale[outputs], None if bias is None else bias[outputs]
         if isinstance(x, Int8Tensor):
-            rows: Tensor | Int8Tensor = Int8Tensor(_rows(x.values), x.scale, x.zero_point, x.dim, x.block_size)
+            rows: Tensor | Int8Tensor = Int8Tensor(rows_of(x.values), x.scale, x.zero_point, x.dim, x.block_size)
         else:
-            rows = _rows(x)
+            rows = rows_of(x)
         result = self._product(rows, weight, scale, bias, codes, dtype)
         values = result.reshape(*shape[:-1], weight.shape[0])
         return values if codes is None else Int8Tensor(values, *codes)
@@ -1014,7 +1014,8 @@ def _ascii(text: str, device: torch.device | str | None) -> Tensor:
     return torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
 
 
-def _rows(x: Tensor) -> Tensor:
+def rows_of(x: Tensor) -> Tensor:
+    """Return `[..., K]` as a matrix."""
     return x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
 
 

@@ -6,22 +6,8 @@
 - `int8_saved_activations`: training with less memory.
 - `export_onnx`: a file for onnxruntime and other runtimes.
 
-`amp_kernels.nn.Int8Linear` explains the modes weight-only, dynamic and static.
-
-These layers are converted: `torch.nn.Linear`, `amp_kernels.nn.Linear` without an activation, transformers' `Conv1D`,
-`torch.nn.Conv2d` and `torch.nn.Conv1d` without groups, `torch.nn.ConvTranspose2d` whose stride is the size of the
-kernel, and `torch.nn.Embedding`. Embeddings are among them because they can be most of a model: in a small sentence
-transformer they are two thirds of the bytes.
-
-Each of the functions `quantize_`, `prepare_`, `prepare_qat_` and `convert_` sends a line to the logger "amp_kernels".
-The line lists the converted parameters and the unchanged parameters, with their shares of the bytes. Its level is INFO.
-If more than a tenth of the bytes stays in unconverted matrices, the level is WARNING, which Python prints by default.
-Layers that `filter_fn` left out do not count towards this tenth. The line of `convert_` is always INFO.
-
-The range of an input goes from its smallest to its largest value. There is no option to clip the range at a percentile,
-because in transformers the outliers matter. On a small pretrained sentence transformer, int8 with clipping at 99.9%
-lowered R@1 (recall at rank 1) by 6.2 points, and int8 with the full range by less than 0.5. On an MLP the two ranges
-made no difference.
+`amp_kernels.nn.Int8Linear` explains the modes weight-only, dynamic and static. The guide to int8 lists the layers that
+are converted, and says what each of these functions writes to the log.
 """
 
 from __future__ import annotations
@@ -76,6 +62,7 @@ from ..nn.int8 import (
     codes_of_weight,
     compute_dtype,
     known_mode,
+    rows_of,
     scaled_rows,
     w8a8,
 )
@@ -116,33 +103,14 @@ def quantize_(
 ) -> nn.Module:
     """Replace linear layers, convolutions and embeddings of a model by int8 layers for inference.
 
-    Layers are replaced if their class is `torch.nn.Linear`, transformers' `Conv1D`, `torch.nn.Conv2d`,
-    `torch.nn.Conv1d`, `torch.nn.ConvTranspose2d` or `torch.nn.Embedding`. A layer of the class
-    `amp_kernels.nn.Linear` is replaced too, if it has no activation. A layer of another subclass is replaced if the
-    subclass inherits `forward`. A subclass of `torch.nn.Linear` may have a `forward` of its own that computes the
-    same, and a subclass of `torch.nn.Embedding` may multiply rows by a constant. To find out, `forward` of copies with
-    small random weights is called. All other layers are left, also those of subclasses with an added parameter, module,
-    buffer or public method. An unsaved buffer that holds the constant is no such addition.
-    A weight that several layers share is quantized once and stays shared. If one of the layers that share a weight is
-    not replaced, none of them is.
-
-    A convolution is not replaced in three cases: `groups` is above 1, as for a depthwise convolution. `padding_mode` is
-    not `"zeros"`. Or `padding="same"` needs one more pixel at the end of a dimension than at its beginning.
-
-    A transposed convolution is replaced if its stride is the size of its kernel, as in the up-convolutions of a U-Net,
-    and if it has no padding, `output_padding`, dilation or groups.
+    These layers are replaced: `torch.nn.Linear`, `amp_kernels.nn.Linear` without an activation, transformers' `Conv1D`,
+    `torch.nn.Conv2d`, `torch.nn.Conv1d`, `torch.nn.ConvTranspose2d`, `torch.nn.Embedding`, and the projections of
+    `torch.nn.MultiheadAttention`. All others stay in floating point, and so do layers of these classes that int8 layers
+    cannot compute, for example depthwise convolutions. The log names them. Layers that share a weight share its codes.
+    A batch norm that follows a convolution is folded into it first, and becomes an identity.
 
     Scheme: symmetric codes per output row or channel, `scale = absmax / 127` (Jacob et al. 2018; Wu et al. 2020); see
     `quantize_int8`.
-
-    A batch norm that follows a convolution is folded into it first, with its running statistics, and becomes an
-    identity. Such pairs are found by traces of the model with `torch.fx`, in training mode and in eval mode. While they
-    run, no other thread may call modules. If the model cannot be traced, its batch norms stay. The log says
-    how many batch norms were folded.
-
-    In eval mode without gradients, an `nn.TransformerEncoder` with float layers may return zeros at padded positions.
-    With int8 layers the encoder returns other values there, as it does with float layers in training mode or with
-    gradients. If you take a mean or a maximum over positions, use the mask to leave the padded ones out.
 
     Args:
         model: Changed in place. To load an int8 checkpoint, call this on a new model first, then `load_state_dict`.
@@ -187,10 +155,8 @@ def prepare_(model: nn.Module, filter_fn: FilterFn | None = None) -> nn.Module:
     """Make linear layers and convolutions record the range of their inputs, for `convert_`.
 
     After this call, run some batches in eval mode. Recording changes no output, and does not wait for the device.
-    Embeddings have no input range; they are only marked for `convert_`.
-
-    Batch norms are folded into convolutions first, as in `quantize_`. In eval mode this changes outputs only by the
-    rounding of the new weights.
+    Embeddings have no input range; they are only marked for `convert_`. Batch norms are folded into convolutions first,
+    as in `quantize_`. In eval mode this changes outputs only by the rounding of the new weights.
 
     Args:
         model: Changed in place.
@@ -217,25 +183,15 @@ def prepare_qat_(
 ) -> nn.Module:
     """Make the layers of a model compute in int8 during training, for `convert_` (quantization-aware training).
 
-    The forward pass computes with the codes of inputs and weights, as the int8 layers will. In eval mode, predictions
-    before and after `convert_` have the same bits, unless code other than the layers reads their weights. The backward
-    pass multiplies gradients by the quantized inputs and weights. For a value inside the range of the codes, the
-    quantization does not change the gradient. For a value outside of the range, the gradient is set to 0 (Jacob et al.
-    2018). Parameters stay the same objects, so an optimizer may be created before or after this call. Until `convert_`,
-    `layer.weight` is the float parameter. After `convert_`, it is the dequantized weight. The log of `convert_` names
-    the layers whose weights other code has read, in `forward` or elsewhere. If an embedding multiplies its rows by a
-    constant, this function reads the constant. Later changes to it have no effect.
-
-    Batch norms are folded into convolutions first, as in `quantize_`. The folded numbers are written into the
-    parameters. From then on, training uses no statistics of batches for them. The bias of a batch norm becomes that of
-    a convolution without a bias. Where neither has a bias of the weight's dtype, the batch norm stays. It also stays
-    if another parameter shares the memory.
+    The forward pass computes with the codes of inputs and weights, as the int8 layers will. The gradient ignores the
+    rounding. It is 0 for values outside of the range of the codes (Jacob et al. 2018). In eval mode, predictions before
+    and after `convert_` have the same bits, unless code other than the layers reads their weights. Parameters stay the
+    same objects, so an optimizer may be created before or after this call. Batch norms are folded into convolutions
+    first, as in `quantize_`, and the folded numbers are written into the parameters.
 
     Args:
         model: Changed in place.
-        mode: `"dynamic"` or `"static"`, the mode of the linear layers and convolutions that `convert_` will make. With
-            `"static"`, training quantizes each batch by its own range, so that activation checkpointing repeats a
-            forward pass exactly. Eval mode and the int8 layer use the range of all batches of the training.
+        mode: `"dynamic"` or `"static"`, the mode of the linear layers and convolutions that `convert_` will make.
         filter_fn: As in `quantize_`.
 
     Returns:
@@ -263,15 +219,8 @@ def prepare_qat_(
 def convert_(model: nn.Module) -> nn.Module:
     """Turn the layers of `prepare_` or `prepare_qat_` into `Int8Linear`, `Int8Conv2d` and other int8 layers.
 
-    If two linear layers or convolutions in an `nn.Sequential` come from `prepare_`, the first may pass int8 codes
-    directly to the second, when the `nn.Sequential` is called. It does so if nothing is between them but layers of the
-    classes `nn.ReLU`, `nn.MaxPool2d`, `nn.Flatten` and `nn.Identity`. In fp32 the results have the same bits as if the
-    first layer passed floats. Everything else between two layers, such as an addition, a concatenation or an average
-    pooling, gets floats, and computes in floating point. So do layers with hooks. All layers pass floats if a gradient
-    is needed: if the input needs one, or in training mode. Code that calls a layer of the `nn.Sequential` itself gets
-    floats, too.
-
-    This function waits for the device.
+    Inside a call of an `nn.Sequential`, a layer that comes from `prepare_` may pass its codes directly to the next one.
+    In fp32 the results have the same bits as if it passed floats. This function waits for the device.
 
     To load an int8 checkpoint, prepare a new model, run any batch through it, convert it, and call `load_state_dict`.
 
@@ -462,7 +411,7 @@ class QATLinear(_NotesReads, _PreparedLinear):
 
     def forward(self, x: Tensor, outputs: slice = ALL) -> Tensor:
         check_is_dense("QATLinear", x)
-        rows = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
+        rows = rows_of(x)
         weight, bias = matrix(self)[outputs], None if self.bias is None else self.bias[outputs]
         result = w8a8(rows, weight, None, bias, *self._affine_of(rows), compute_dtype(x), not self.training)
         return result.reshape(*x.shape[:-1], weight.shape[0])

@@ -52,12 +52,6 @@ def export_onnx(
     Call this after `quantize_` or `convert_`, in eval mode. The file has the ONNX operator set 18 and only standard
     operators. Weights and codes are uint8: int8 codes plus 128.
 
-    Static and dynamic layers multiply integers in onnxruntime. If a layer returns floats, its sums are exact. If a
-    static layer passes codes to the next one, onnxruntime rounds its bias to an integer, so a few codes in 10,000
-    differ by 1. Where the bias would be too large for this integer, the weights get a larger scale in the file. The
-    dynamic mode computes the range of each row or image by several ONNX operators, so it is slower than the static
-    mode. In weight-only layers onnxruntime dequantizes the weights when it loads the file.
-
     Inputs must be finite. The file computes in fp32, also if this is called under autocast. If a file would be larger
     than 2 GB, the limit of the format, the weights are in a second file next to it, `path` plus ".data".
 
