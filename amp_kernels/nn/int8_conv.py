@@ -394,7 +394,7 @@ class Int8ConvTranspose2d(_Int8ConvBase):
     """
 
     _dims = 2
-    _float_class = nn.ConvTranspose2d
+    _float_class: Any = nn.ConvTranspose2d
     _inputs = "in_channels"
 
     def __init__(
@@ -407,7 +407,7 @@ class Int8ConvTranspose2d(_Int8ConvBase):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        like = nn.ConvTranspose2d(in_channels, out_channels, kernel_size, kernel_size, bias=False, device="meta")
+        like = self._float_class(in_channels, out_channels, kernel_size, kernel_size, bias=False, device="meta")
         super().__init__(like, bias, mode, device, dtype)
         self.output_padding = like.output_padding
 
