@@ -2,8 +2,7 @@
 
 - `amp_kernels.optim`: optimizers with fp32 masters for 16-bit weights.
 - `amp_kernels.GradScaler`: loss scaling. The optimizer step itself checks the gradients for NaN and inf.
-- `amp_kernels.functional`: operators on tensors and lists of tensors. Each operator is also a name of `amp_kernels`
-  itself, for example `amp_kernels.matmul`.
+- `amp_kernels.matmul`, `amp_kernels.unscale_` and others: operators on tensors and lists of tensors.
 - `amp_kernels.nn` and `amp_kernels.quantization`: linear layers that are fast with any number of features, int8 layers,
   and the conversion of models to these layers.
 - `amp_kernels.reference`: every operator in plain torch, as the specification.
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from . import amp, functional, nn, optim, quantization, reference
 from .audit import explain
 from .backends import use_backend
-from .functional import *  # noqa: F403 (every public function is a name of the package too)
+from .functional import *  # noqa: F403
 from .grad_scaler import GradScaler
 from .precision import PrecisionReport
 

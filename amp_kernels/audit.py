@@ -51,7 +51,7 @@ from .padding import MULTIPLE, is_column_major
 from .quantization import left_in_float
 from .report import table
 
-__all__ = ["Explanation", "Finding", "audit", "explain"]
+__all__ = ["Explanation", "Finding", "audit"]  # explain is public as amp_kernels.explain
 
 ITEM = 2  # bytes of an element of the 16-bit dtypes
 # Times in the sentences of an `Explanation`. The source of the second is benchmarks/results/h200/device_times.csv.

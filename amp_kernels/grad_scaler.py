@@ -27,7 +27,7 @@ from .optim._base import FusedOptimizer, OverflowLog, Verdict
 from .optim._plan import capturing
 from .optim._wrappers import innermost, with_wrapped, wrapped
 
-__all__ = ["GradScaler", "Overflow"]
+__all__ = ["Overflow"]  # GradScaler is public as amp_kernels.GradScaler
 
 # After this many skipped steps in a row there is a warning. So many NaN or inf in a row are likely to come from the
 # model, and not from the scale.

@@ -32,7 +32,7 @@ from .optim._wrappers import innermost, wrapped
 from .reference.exponents import COLUMNS, ZEROS
 from .report import table
 
-__all__ = ["PrecisionReport", "Row"]
+__all__ = ["Row"]  # PrecisionReport is public as amp_kernels.PrecisionReport
 
 ACTIVATION, ACTIVATION_GRAD, WEIGHT_GRAD = KINDS = ("activation", "activation_grad", "weight_grad")
 _WORDS = {

@@ -21,7 +21,7 @@ LOG = logging.getLogger("amp_kernels")
 # There is a warning if more than this share of the parameters' bytes stays in unconverted matrices. Layers that
 # `filter_fn` left out do not count.
 WARNING_SHARE = 0.1
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d)  # those that may become int8 layers
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.ConvTranspose2d)  # those that may become int8 layers
 
 
 def check_model(op: str, model: object) -> None:
@@ -46,8 +46,8 @@ def is_transposed(layer: Any) -> bool:
 
     So it is for a Conv1D, for a layer made from one, and for a transposed convolution.
     """
-    is_conv = isinstance(layer, nn.ConvTranspose1d | nn.ConvTranspose2d)
-    return is_conv or is_conv1d(layer) or getattr(layer, "is_transposed", False)
+    is_linear = is_conv1d(layer) or getattr(layer, "is_transposed", False)
+    return is_linear or isinstance(layer, nn.ConvTranspose2d)
 
 
 def matrix(layer: Any) -> Tensor:

@@ -269,18 +269,7 @@ class Int8Weight(FixedDtypes):
             super().__setattr__(name, value)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Add a parameter, as `nn.Module` does, but refuse the weight of an int8 layer.
-
-        Args:
-            name: Its name.
-            param: The parameter.
-
-        Raises:
-            TypeError: `param` is the dequantized weight of an int8 layer, as in `torch.nn.utils.prune`.
-
-        Examples:
-            >>> amp_kernels.nn.Int8Linear(4, 2).register_parameter("gain", torch.nn.Parameter(torch.ones(2)))
-        """
+        """Add a parameter, as `nn.Module` does, but refuse the weight of an int8 layer."""
         # torch.nn.utils.prune calls this method. Without the error here, `prune` would fail later and leave `param` in
         # the layer.
         if isinstance(param, DequantizedWeight):
@@ -668,23 +657,15 @@ class Int8Linear(Int8ProductLayer):
         if outputs is not ALL:
             weight, scale, bias = weight[outputs], scale[outputs], None if bias is None else bias[outputs]
         if isinstance(x, Int8Tensor):
-            rows: Tensor | Int8Tensor = Int8Tensor(_rows(x.values), x.scale, x.zero_point, x.dim, x.block_size)
+            rows: Tensor | Int8Tensor = Int8Tensor(rows_of(x.values), x.scale, x.zero_point, x.dim, x.block_size)
         else:
-            rows = _rows(x)
+            rows = rows_of(x)
         result = self._product(rows, weight, scale, bias, codes, dtype)
         values = result.reshape(*shape[:-1], weight.shape[0])
         return values if codes is None else Int8Tensor(values, *codes)
 
     def extra_repr(self) -> str:
-        """Return what `print(layer)` shows between the brackets.
-
-        Returns:
-            Features, bias and mode.
-
-        Examples:
-            >>> amp_kernels.nn.Int8Linear(16, 4).extra_repr()
-            'in_features=16, out_features=4, bias=True, mode=weight_only'
-        """
+        """Return what `print(layer)` shows between the brackets."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"mode={self.mode}"
@@ -787,15 +768,7 @@ class Int8Embedding(Int8Weight):
         return scaled_rows(self, rows)
 
     def extra_repr(self) -> str:
-        """Return what `print(layer)` shows between the brackets.
-
-        Returns:
-            Sizes, and `padding_idx`, `max_norm` and `embed_scale` where they are set.
-
-        Examples:
-            >>> amp_kernels.nn.Int8Embedding(100, 8, max_norm=1.0).extra_repr()
-            '100, 8, max_norm=1.0'
-        """
+        """Return what `print(layer)` shows between the brackets."""
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         norm = "" if self.max_norm is None else f", max_norm={self.max_norm}"
         scale = "" if self.embed_scale == 1 else f", embed_scale={self.embed_scale}"
@@ -1041,7 +1014,8 @@ def _ascii(text: str, device: torch.device | str | None) -> Tensor:
     return torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
 
 
-def _rows(x: Tensor) -> Tensor:
+def rows_of(x: Tensor) -> Tensor:
+    """Return `[..., K]` as a matrix."""
     return x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
 
 

@@ -1,15 +1,14 @@
-"""Convolutions with int8 weights for inference: `Int8Conv2d`, `Int8Conv1d` and their transposed forms.
+"""Convolutions with int8 weights for inference: `Int8Conv2d`, `Int8Conv1d` and `Int8ConvTranspose2d`.
 
 Inputs and results have torch's order of dimensions, `[B, C, H, W]` or `[B, C, L]`. In memory the results have the order
 of channels_last, because the kernels read and write pixels with their channels next to each other. An input in this
 order is read in place. The codes of any other input are copied into this order, one byte for each element.
 
-`Int8ConvTranspose2d` and `Int8ConvTranspose1d` have kernels that do not overlap (`up_convolve`).
+`Int8ConvTranspose2d` has kernels that do not overlap (`up_convolve`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -170,15 +169,7 @@ class _Int8ConvBase(Int8ProductLayer):
         raise NotImplementedError
 
     def extra_repr(self) -> str:
-        """Return what `print(layer)` shows between the brackets.
-
-        Returns:
-            Channels, kernel, steps and mode.
-
-        Examples:
-            >>> amp_kernels.nn.Int8Conv2d(3, 8, 3).extra_repr()
-            '3, 8, kernel_size=(3, 3), stride=(1, 1), mode=weight_only'
-        """
+        """Return what `print(layer)` shows between the brackets."""
         shown = [f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}"]
         shown += [f"padding={self.padding!r}"] * any(steps_of(self)["padding"])
         shown += [f"dilation={self.dilation}"] * any(step != 1 for step in self.dilation)
@@ -352,77 +343,7 @@ class Int8Conv1d(_Int8Conv):
     _float_class = nn.Conv1d
 
 
-class _Int8ConvTranspose(_Int8ConvBase):
-    _inputs = "in_channels"
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int | Sequence[int],
-        bias: bool = True,
-        mode: Mode = "weight_only",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        like = self._float_class(in_channels, out_channels, kernel_size, kernel_size, bias=False, device="meta")
-        super().__init__(like, bias, mode, device, dtype)
-        self.output_padding = like.output_padding
-
-    @staticmethod
-    def _terms(shape: Sequence[int]) -> int:
-        return shape[-1]
-
-    @classmethod
-    def _check_fits(cls, op: str, conv: Any) -> None:
-        if not kernels_do_not_overlap(conv):
-            given = ("stride", "padding", "output_padding", "dilation", "groups")
-            raise ValueError(
-                f"{op}: conv must have a stride equal to the size of its kernel {tuple(conv.weight.shape[2:])}, no "
-                "padding, no dilation and groups=1, got "
-                + ", ".join(f"{name}={getattr(conv, name)}" for name in given)
-                + "; leave it in floating point"
-            )
-
-    @classmethod
-    def _steps(cls, conv: Any) -> tuple[Any, ...]:
-        return ()
-
-    @property
-    def _order(self) -> tuple[int, ...]:
-        return (self._dims + 1, *range(self._dims + 1))
-
-    def forward(self, x: Tensor | Int8Tensor, output_size: Sequence[int] | None = None) -> Tensor:
-        """Apply the layer.
-
-        Args:
-            x: `[B, in_channels, H, W]` (for `Int8ConvTranspose1d` `[B, in_channels, L]`), or the same without `B`;
-                fp16, bf16 or fp32. In the modes `"dynamic"` and `"static"` also an `Int8Tensor` of this shape with one
-                scale.
-            output_size: None, or the size of the result, as in `torch.nn.ConvTranspose2d`. No other size is possible.
-
-        Returns:
-            `[B, out_channels, H * kernel height, W * kernel width]` in channels_last memory.
-
-        Raises:
-            TypeError: `x` is no tensor, has another dtype, is nested, or is an `Int8Tensor` in the mode
-                `"weight_only"`.
-            ValueError: The shape of `x` does not fit, or `output_size` is not the size of the result.
-
-        Examples:
-            >>> layer = amp_kernels.nn.Int8ConvTranspose2d(8, 3, 2, mode="dynamic")
-            >>> layer(torch.ones(2, 8, 10, 10)).shape
-            torch.Size([2, 3, 20, 20])
-        """
-        result: Tensor = self._compute(x, output_size=output_size)
-        return result
-
-    def _of_images(self, images: Any, codes: Affine, dtype: torch.dtype | None) -> Tensor:
-        multiply = partial(self._product, codes=codes, dtype=dtype)
-        return up_convolve(images, self.weight_codes, self.weight_scale, self.bias, multiply)
-
-
-class Int8ConvTranspose2d(_Int8ConvTranspose):
+class Int8ConvTranspose2d(_Int8ConvBase):
     """`torch.nn.ConvTranspose2d` with symmetric int8 weights, if its stride is the size of its kernel.
 
     Such a layer, for example an up-convolution of a U-Net, turns each pixel into a block of pixels of its own. So its
@@ -473,35 +394,73 @@ class Int8ConvTranspose2d(_Int8ConvTranspose):
     """
 
     _dims = 2
-    _float_class = nn.ConvTranspose2d
+    _float_class: Any = nn.ConvTranspose2d
+    _inputs = "in_channels"
 
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | Sequence[int],
+        bias: bool = True,
+        mode: Mode = "weight_only",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        like = self._float_class(in_channels, out_channels, kernel_size, kernel_size, bias=False, device="meta")
+        super().__init__(like, bias, mode, device, dtype)
+        self.output_padding = like.output_padding
 
-class Int8ConvTranspose1d(_Int8ConvTranspose):
-    """`torch.nn.ConvTranspose1d` with symmetric int8 weights, if its stride is the size of its kernel.
+    @staticmethod
+    def _terms(shape: Sequence[int]) -> int:
+        return shape[-1]
 
-    Everything is as in `Int8ConvTranspose2d`, for lines `[B, C, L]` in place of images. `weight_codes` is int8
-    `[out_channels, kernel size, in_channels]`, and `weight_scale` is fp32 `[out_channels, 1, 1]`.
+    @classmethod
+    def _check_fits(cls, op: str, conv: Any) -> None:
+        if not kernels_do_not_overlap(conv):
+            given = ("stride", "padding", "output_padding", "dilation", "groups")
+            raise ValueError(
+                f"{op}: conv must have a stride equal to the size of its kernel {tuple(conv.weight.shape[2:])}, no "
+                "padding, no dilation and groups=1, got "
+                + ", ".join(f"{name}={getattr(conv, name)}" for name in given)
+                + "; leave it in floating point"
+            )
 
-    Args:
-        in_channels: As in `torch.nn.ConvTranspose1d`.
-        out_channels: As in `torch.nn.ConvTranspose1d`.
-        kernel_size: As in `torch.nn.ConvTranspose1d`. It is the stride, too.
-        bias: Add a bias.
-        mode: `"weight_only"`, `"dynamic"` or `"static"`.
-        device: As in `torch.nn.ConvTranspose1d`.
-        dtype: As in `torch.nn.ConvTranspose1d`.
+    @classmethod
+    def _steps(cls, conv: Any) -> tuple[Any, ...]:
+        return ()
 
-    Raises:
-        ValueError: As `Int8ConvTranspose2d`.
+    @property
+    def _order(self) -> tuple[int, ...]:
+        return (3, 0, 1, 2)
 
-    Examples:
-        >>> layer = amp_kernels.nn.Int8ConvTranspose1d.from_conv(torch.nn.ConvTranspose1d(16, 4, 3, 3), mode="dynamic")
-        >>> layer(torch.ones(2, 16, 50)).shape
-        torch.Size([2, 4, 150])
-    """
+    def forward(self, x: Tensor | Int8Tensor, output_size: Sequence[int] | None = None) -> Tensor:
+        """Apply the layer.
 
-    _dims = 1
-    _float_class = nn.ConvTranspose1d
+        Args:
+            x: `[B, in_channels, H, W]` or `[in_channels, H, W]`; fp16, bf16 or fp32. In the modes `"dynamic"` and
+                `"static"` also an `Int8Tensor` of this shape with one scale.
+            output_size: None, or the size of the result, as in `torch.nn.ConvTranspose2d`. No other size is possible.
+
+        Returns:
+            `[B, out_channels, H * kernel height, W * kernel width]` in channels_last memory.
+
+        Raises:
+            TypeError: `x` is no tensor, has another dtype, is nested, or is an `Int8Tensor` in the mode
+                `"weight_only"`.
+            ValueError: The shape of `x` does not fit, or `output_size` is not the size of the result.
+
+        Examples:
+            >>> layer = amp_kernels.nn.Int8ConvTranspose2d(8, 3, 2, mode="dynamic")
+            >>> layer(torch.ones(2, 8, 10, 10)).shape
+            torch.Size([2, 3, 20, 20])
+        """
+        result: Tensor = self._compute(x, output_size=output_size)
+        return result
+
+    def _of_images(self, images: Any, codes: Affine, dtype: torch.dtype | None) -> Tensor:
+        multiply = partial(self._product, codes=codes, dtype=dtype)
+        return up_convolve(images, self.weight_codes, self.weight_scale, self.bias, multiply)
 
 
 # ------------------------------------------------------------------------------------------------------ the product
@@ -532,16 +491,16 @@ def up_convolve(
 
     Args:
         images: [B, H, W, C].
-        weight: [N, kernel height, kernel width, C] or [N, kernel size, C], codes or floats.
-        scale: [N, 1, 1, 1] or [N, 1, 1].
+        weight: [N, kernel height, kernel width, C], codes or floats.
+        scale: [N, 1, 1, 1].
         bias: [N], or None.
         multiply: Returns the product [M, taps * N] of pixels [M, C] and a weight [taps * N, C] with its scale and bias.
 
     Returns:
         [B, H * kernel height, W * kernel width, N].
     """
-    outputs, *kernel, channels = weight.shape
-    taps, (height, width) = math.prod(kernel), (1, *kernel)[-2:]
+    outputs, height, width, channels = weight.shape
+    taps = height * width
     batch, rows, columns, _ = images.shape
     if isinstance(images, Int8Tensor):
         values = images.values.reshape(-1, channels)
@@ -572,9 +531,9 @@ def check_output_size(layer: Any, x: Tensor | Int8Tensor, output_size: Sequence[
     """Raise ValueError if `output_size` is not the size of the result for `x`."""
     if output_size is None:
         return
-    kernel, given = layer.kernel_size, tuple(output_size)
-    size = tuple(n * k for n, k in zip(x.shape[-len(kernel) :], kernel, strict=False))
-    given = given[-len(kernel) :] if len(given) == len(x.shape) else given
+    given = tuple(output_size)
+    size = tuple(n * k for n, k in zip(x.shape[-2:], layer.kernel_size, strict=False))
+    given = given[-2:] if len(given) == len(x.shape) else given
     if given != size or any(isinstance(n, float) for n in given):
         raise ValueError(
             f"{type(layer).__name__}: output_size must be {size}, the size of the input times that of the kernel, got "

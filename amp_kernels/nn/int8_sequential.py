@@ -15,7 +15,7 @@ from .. import torch_private
 from ..functional import Int8Tensor
 from .conversion import has_hooks
 from .int8 import Int8Linear, compute_dtype
-from .int8_conv import Int8Conv1d, Int8Conv2d, Int8ConvTranspose1d, Int8ConvTranspose2d
+from .int8_conv import Int8Conv1d, Int8Conv2d, Int8ConvTranspose2d
 
 
 class Int8Sequential(nn.Sequential):
@@ -28,9 +28,7 @@ class Int8Sequential(nn.Sequential):
     """
 
     # Instances of these classes pass codes. A subclass of them may compute something else.
-    products: ClassVar[set[type[nn.Module]]] = {
-        Int8Linear, Int8Conv1d, Int8Conv2d, Int8ConvTranspose1d, Int8ConvTranspose2d,
-    }  # fmt: skip
+    products: ClassVar[set[type[nn.Module]]] = {Int8Linear, Int8Conv1d, Int8Conv2d, Int8ConvTranspose2d}
 
     def forward(self, input: Any) -> Any:
         """Call the layers one after the other, as `nn.Sequential` does."""

@@ -76,15 +76,7 @@ class Linear(LoadsItsKind, nn.Linear):
         return linear(x, self.weight, self.bias, self.activation)
 
     def extra_repr(self) -> str:
-        """Return what `print(layer)` shows between the brackets.
-
-        Returns:
-            Features, bias and activation.
-
-        Examples:
-            >>> amp_kernels.nn.Linear(10, 3).extra_repr()
-            'in_features=10, out_features=3, bias=True'
-        """
+        """Return what `print(layer)` shows between the brackets."""
         return super().extra_repr() + (f", activation={self.activation}" if self.activation else "")
 
 

@@ -6,22 +6,8 @@
 - `int8_saved_activations`: training with less memory.
 - `export_onnx`: a file for onnxruntime and other runtimes.
 
-`amp_kernels.nn.Int8Linear` explains the modes weight-only, dynamic and static.
-
-These layers are converted: `torch.nn.Linear`, `amp_kernels.nn.Linear` without an activation, transformers' `Conv1D`,
-`torch.nn.Conv2d` and `torch.nn.Conv1d` without groups, `torch.nn.ConvTranspose2d` and `torch.nn.ConvTranspose1d` whose
-stride is the size of the kernel, and `torch.nn.Embedding`. Embeddings are among them because they can be most of a
-model: in a small sentence transformer they are two thirds of the bytes.
-
-Each of the functions `quantize_`, `prepare_`, `prepare_qat_` and `convert_` sends a line to the logger "amp_kernels".
-The line lists the converted parameters and the unchanged parameters, with their shares of the bytes. Its level is INFO.
-If more than a tenth of the bytes stays in unconverted matrices, the level is WARNING, which Python prints by default.
-Layers that `filter_fn` left out do not count towards this tenth. The line of `convert_` is always INFO.
-
-The range of an input goes from its smallest to its largest value. There is no option to clip the range at a percentile,
-because in transformers the outliers matter. On a small pretrained sentence transformer, int8 with clipping at 99.9%
-lowered R@1 (recall at rank 1) by 6.2 points, and int8 with the full range by less than 0.5. On an MLP the two ranges
-made no difference.
+`amp_kernels.nn.Int8Linear` explains the modes weight-only, dynamic and static. The guide to int8 lists the layers that
+are converted, and says what each of these functions writes to the log.
 """
 
 from __future__ import annotations
@@ -43,7 +29,6 @@ from ..functional import Int8Tensor, fake_quantize_int8, quantize_int8
 from ..nn import (
     Int8Conv1d,
     Int8Conv2d,
-    Int8ConvTranspose1d,
     Int8ConvTranspose2d,
     Int8Embedding,
     Int8Linear,
@@ -73,11 +58,11 @@ from ..nn.int8 import (
     ALL,
     FixedDtypes,
     Int8Weight,
-    check_has_weight,
     check_is_dense,
     codes_of_weight,
     compute_dtype,
     known_mode,
+    rows_of,
     scaled_rows,
     w8a8,
 )
@@ -100,9 +85,6 @@ from .onnx import export_onnx
 from .saved_activations import int8_saved_activations
 
 __all__ = [
-    "MinMaxObserver",
-    "ObservedLinear",
-    "QATLinear",
     "convert_",
     "export_onnx",
     "int8_saved_activations",
@@ -121,33 +103,14 @@ def quantize_(
 ) -> nn.Module:
     """Replace linear layers, convolutions and embeddings of a model by int8 layers for inference.
 
-    Layers are replaced if their class is `torch.nn.Linear`, transformers' `Conv1D`, `torch.nn.Conv2d`,
-    `torch.nn.Conv1d`, `torch.nn.ConvTranspose2d`, `torch.nn.ConvTranspose1d` or `torch.nn.Embedding`. A layer of the
-    class `amp_kernels.nn.Linear` is replaced too, if it has no activation. A layer of another subclass is replaced if
-    the subclass inherits `forward`. A subclass of `torch.nn.Linear` may have a `forward` of its own that computes the
-    same, and a subclass of `torch.nn.Embedding` may multiply rows by a constant. To find out, `forward` of copies with
-    small random weights is called. All other layers are left, also those of subclasses with an added parameter, module,
-    buffer or public method. An unsaved buffer that holds the constant is no such addition.
-    A weight that several layers share is quantized once and stays shared. If one of the layers that share a weight is
-    not replaced, none of them is.
-
-    A convolution is not replaced in three cases: `groups` is above 1, as for a depthwise convolution. `padding_mode` is
-    not `"zeros"`. Or `padding="same"` needs one more pixel at the end of a dimension than at its beginning.
-
-    A transposed convolution is replaced if its stride is the size of its kernel, as in the up-convolutions of a U-Net,
-    and if it has no padding, `output_padding`, dilation or groups.
+    These layers are replaced: `torch.nn.Linear`, `amp_kernels.nn.Linear` without an activation, transformers' `Conv1D`,
+    `torch.nn.Conv2d`, `torch.nn.Conv1d`, `torch.nn.ConvTranspose2d`, `torch.nn.Embedding`, and the projections of
+    `torch.nn.MultiheadAttention`. All others stay in floating point, and so do layers of these classes that int8 layers
+    cannot compute, for example depthwise convolutions. The log names them. Layers that share a weight share its codes.
+    A batch norm that follows a convolution is folded into it first, and becomes an identity.
 
     Scheme: symmetric codes per output row or channel, `scale = absmax / 127` (Jacob et al. 2018; Wu et al. 2020); see
     `quantize_int8`.
-
-    A batch norm that follows a convolution is folded into it first, with its running statistics, and becomes an
-    identity. Such pairs are found by traces of the model with `torch.fx`, in training mode and in eval mode. While they
-    run, no other thread may call modules. If the model cannot be traced, its batch norms stay. The log says
-    how many batch norms were folded.
-
-    In eval mode without gradients, an `nn.TransformerEncoder` with float layers may return zeros at padded positions.
-    With int8 layers the encoder returns other values there, as it does with float layers in training mode or with
-    gradients. If you take a mean or a maximum over positions, use the mask to leave the padded ones out.
 
     Args:
         model: Changed in place. To load an int8 checkpoint, call this on a new model first, then `load_state_dict`.
@@ -192,10 +155,8 @@ def prepare_(model: nn.Module, filter_fn: FilterFn | None = None) -> nn.Module:
     """Make linear layers and convolutions record the range of their inputs, for `convert_`.
 
     After this call, run some batches in eval mode. Recording changes no output, and does not wait for the device.
-    Embeddings have no input range; they are only marked for `convert_`.
-
-    Batch norms are folded into convolutions first, as in `quantize_`. In eval mode this changes outputs only by the
-    rounding of the new weights.
+    Embeddings have no input range; they are only marked for `convert_`. Batch norms are folded into convolutions first,
+    as in `quantize_`. In eval mode this changes outputs only by the rounding of the new weights.
 
     Args:
         model: Changed in place.
@@ -222,25 +183,15 @@ def prepare_qat_(
 ) -> nn.Module:
     """Make the layers of a model compute in int8 during training, for `convert_` (quantization-aware training).
 
-    The forward pass computes with the codes of inputs and weights, as the int8 layers will. In eval mode, predictions
-    before and after `convert_` have the same bits, unless code other than the layers reads their weights. The backward
-    pass multiplies gradients by the quantized inputs and weights. For a value inside the range of the codes, the
-    quantization does not change the gradient. For a value outside of the range, the gradient is set to 0 (Jacob et al.
-    2018). Parameters stay the same objects, so an optimizer may be created before or after this call. Until `convert_`,
-    `layer.weight` is the float parameter. After `convert_`, it is the dequantized weight. The log of `convert_` names
-    the layers whose weights other code has read, in `forward` or elsewhere. If an embedding multiplies its rows by a
-    constant, this function reads the constant. Later changes to it have no effect.
-
-    Batch norms are folded into convolutions first, as in `quantize_`. The folded numbers are written into the
-    parameters. From then on, training uses no statistics of batches for them. The bias of a batch norm becomes that of
-    a convolution without a bias. Where neither has a bias of the weight's dtype, the batch norm stays. It also stays
-    if another parameter shares the memory.
+    The forward pass computes with the codes of inputs and weights, as the int8 layers will. The gradient ignores the
+    rounding. It is 0 for values outside of the range of the codes (Jacob et al. 2018). In eval mode, predictions before
+    and after `convert_` have the same bits, unless code other than the layers reads their weights. Parameters stay the
+    same objects, so an optimizer may be created before or after this call. Batch norms are folded into convolutions
+    first, as in `quantize_`, and the folded numbers are written into the parameters.
 
     Args:
         model: Changed in place.
-        mode: `"dynamic"` or `"static"`, the mode of the linear layers and convolutions that `convert_` will make. With
-            `"static"`, training quantizes each batch by its own range, so that activation checkpointing repeats a
-            forward pass exactly. Eval mode and the int8 layer use the range of all batches of the training.
+        mode: `"dynamic"` or `"static"`, the mode of the linear layers and convolutions that `convert_` will make.
         filter_fn: As in `quantize_`.
 
     Returns:
@@ -268,15 +219,8 @@ def prepare_qat_(
 def convert_(model: nn.Module) -> nn.Module:
     """Turn the layers of `prepare_` or `prepare_qat_` into `Int8Linear`, `Int8Conv2d` and other int8 layers.
 
-    If two linear layers or convolutions in an `nn.Sequential` come from `prepare_`, the first may pass int8 codes
-    directly to the second, when the `nn.Sequential` is called. It does so if nothing is between them but layers of the
-    classes `nn.ReLU`, `nn.MaxPool2d`, `nn.Flatten` and `nn.Identity`. In fp32 the results have the same bits as if the
-    first layer passed floats. Everything else between two layers, such as an addition, a concatenation or an average
-    pooling, gets floats, and computes in floating point. So do layers with hooks. All layers pass floats if a gradient
-    is needed: if the input needs one, or in training mode. Code that calls a layer of the `nn.Sequential` itself gets
-    floats, too.
-
-    This function waits for the device.
+    Inside a call of an `nn.Sequential`, a layer that comes from `prepare_` may pass its codes directly to the next one.
+    In fp32 the results have the same bits as if it passed floats. This function waits for the device.
 
     To load an int8 checkpoint, prepare a new model, run any batch through it, convert it, and call `load_state_dict`.
 
@@ -335,19 +279,7 @@ def convert_(model: nn.Module) -> nn.Module:
 class MinMaxObserver(FixedDtypes):
     """Record the smallest and the largest value of all batches on the device, without waiting for it.
 
-    Args:
-        device: Device of the range.
-
-    Attributes:
-        low: Smallest value, 0-dim fp32; inf before the first batch.
-        high: Largest value, 0-dim fp32; -inf before the first batch.
-
-    Examples:
-        >>> observer = amp_kernels.quantization.MinMaxObserver()
-        >>> observer(torch.tensor([0.0, 2.0])), observer(torch.tensor([-1.0, 1.0]))
-        ((tensor(0.), tensor(2.)), (tensor(-1.), tensor(1.)))
-        >>> observer.low, observer.high
-        (tensor(-1.), tensor(2.))
+    `low` is inf and `high` is -inf before the first batch. Both are 0-dim fp32.
     """
 
     low: Tensor
@@ -360,21 +292,9 @@ class MinMaxObserver(FixedDtypes):
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Widen the range by a batch.
+        """Widen the range by a batch. Return the smallest and the largest value of the batch.
 
-        Args:
-            x: fp16, bf16 or fp32, of any shape.
-
-        Returns:
-            Smallest and largest value of this batch, 0-dim fp32. For an empty batch, the smallest and largest value of
-                all batches so far.
-
-        Raises:
-            RuntimeError: The call is inside a transform of `torch.func`.
-
-        Examples:
-            >>> amp_kernels.quantization.MinMaxObserver()(torch.tensor([3.0, 5.0]))
-            (tensor(3.), tensor(5.))
+        For an empty batch, return those of all batches so far.
         """
         if not x.numel():
             return self.low, self.high
@@ -392,33 +312,15 @@ class MinMaxObserver(FixedDtypes):
         return low, high
 
     def affine(self) -> tuple[Tensor, Tensor]:
-        """Return the scale and the zero point for asymmetric codes of the range, as `quantize_int8` computes them.
-
-        Returns:
-            fp32 `[1]` and int32 `[1]`. The scale is NaN before the first batch.
-
-        Examples:
-            >>> observer = amp_kernels.quantization.MinMaxObserver()
-            >>> _ = observer(torch.tensor([-127.0, 128.0]))
-            >>> observer.affine()
-            (tensor([1.]), tensor([-1], dtype=torch.int32))
-        """
+        """Return the scale and the zero point for asymmetric codes of the range. The scale is NaN before a batch."""
         return _affine(self.low, self.high)
 
     def check(self, name: str, when: str = "") -> None:
-        """Raise an error unless a finite range was recorded. Waits for the device.
+        """Raise ValueError unless a finite range was recorded. Waits for the device.
 
         Args:
             name: The layer's name, for the message.
             when: When the layer records, for the message.
-
-        Raises:
-            ValueError: There was no batch, or one held NaN or inf.
-
-        Examples:
-            >>> observer = amp_kernels.quantization.MinMaxObserver()
-            >>> _ = observer(torch.ones(2))
-            >>> observer.check("head")
         """
         low, high = self.low.item(), self.high.item()
         if low > high:
@@ -481,77 +383,23 @@ class _PreparedLinear(_Prepared, nn.Linear):
     is_transposed: bool
 
     @classmethod
-    def _adopt(cls, linear: Any, observes: bool) -> Any:
-        check_has_weight(f"{cls.__name__}.from_linear", linear)
+    def from_linear(cls, linear: Any, observes: bool) -> Any:
+        """Return a layer that shares the parameters of a float layer, and records the range of inputs if `observes`."""
         outputs, inputs = matrix(linear).shape
         layer = cls(inputs, outputs, linear.bias is not None, device="meta")
         layer.weight, layer.bias, layer.is_transposed = linear.weight, linear.bias, is_transposed(linear)
         layer.observer = MinMaxObserver(linear.weight.device) if observes else None
         return layer.train(linear.training)
 
-    def convert(self, weight: Int8Tensor) -> Int8Linear:
-        """Return the int8 layer that takes the place of this one.
-
-        Args:
-            weight: Codes of the weight, as `quantize_int8(weight, dim=-1)` makes them, of shape `[out_features,
-                in_features]`.
-
-        Returns:
-            A layer in the mode `"static"` if this layer records ranges, else `"dynamic"`.
-
-        Examples:
-            >>> layer = amp_kernels.quantization.QATLinear.from_linear(torch.nn.Linear(16, 8))
-            >>> layer.convert(amp_kernels.quantize_int8(layer.weight.detach(), dim=-1))
-            Int8Linear(in_features=16, out_features=8, bias=True, mode=dynamic)
-        """
-        made: Int8Linear = self._converted(Int8Linear.from_linear, weight)
-        return made
+    def convert(self, weight: Int8Tensor) -> Any:
+        """Return the int8 layer with these codes of the weight."""
+        return self._converted(Int8Linear.from_linear, weight)
 
 
 class ObservedLinear(_PreparedLinear):
-    """`torch.nn.Linear` that records the range of its inputs; `prepare_` makes it.
-
-    Attributes:
-        observer: The `MinMaxObserver`.
-
-    Examples:
-        >>> layer = amp_kernels.quantization.ObservedLinear.from_linear(torch.nn.Linear(2, 1))
-        >>> _ = layer(torch.tensor([[-1.0, 2.0]]))
-        >>> layer.observer.low, layer.observer.high
-        (tensor(-1.), tensor(2.))
-    """
-
-    @classmethod
-    def from_linear(cls, linear: nn.Module) -> ObservedLinear:
-        """Return an `ObservedLinear` with the parameters of a float layer.
-
-        Args:
-            linear: A `torch.nn.Linear`, or a `Conv1D` of transformers.
-
-        Returns:
-            The layer, which shares the parameters of `linear`.
-        """
-        layer: ObservedLinear = cls._adopt(linear, observes=True)
-        return layer
+    """`torch.nn.Linear` that records the range of its inputs; `prepare_` makes it."""
 
     def forward(self, x: Tensor, outputs: slice = ALL) -> Tensor:
-        """Record the range of `x` and return `x @ weight.T + bias`.
-
-        Args:
-            x: `[..., in_features]`.
-            outputs: Only these outputs are computed.
-
-        Returns:
-            `[..., out_features]`.
-
-        Raises:
-            TypeError: `x` is a nested tensor.
-
-        Examples:
-            >>> layer = amp_kernels.quantization.ObservedLinear.from_linear(torch.nn.Linear(2, 1))
-            >>> layer(torch.ones(3, 2)).shape
-            torch.Size([3, 1])
-        """
         assert self.observer is not None
         check_is_dense("ObservedLinear", x)
         self.observer(x)
@@ -559,52 +407,11 @@ class ObservedLinear(_PreparedLinear):
 
 
 class QATLinear(_NotesReads, _PreparedLinear):
-    """`torch.nn.Linear` that computes in int8, as `Int8Linear`, and trains its float weight; `prepare_qat_` makes it.
-
-    Attributes:
-        observer: The `MinMaxObserver` of the mode `"static"`, else None.
-
-    Examples:
-        >>> layer = amp_kernels.quantization.QATLinear.from_linear(torch.nn.Linear(2, 1))
-        >>> layer(torch.ones(3, 2)).sum().backward()
-        >>> layer.weight.grad.shape
-        torch.Size([1, 2])
-    """
-
-    @classmethod
-    def from_linear(cls, linear: nn.Module, mode: Literal["dynamic", "static"] = "dynamic") -> QATLinear:
-        """Return a `QATLinear` with the parameters of a float layer.
-
-        Args:
-            linear: A `torch.nn.Linear`, or a `Conv1D` of transformers.
-            mode: `"dynamic"` or `"static"`, the mode of the int8 layer that `convert_` will make.
-
-        Returns:
-            The layer, which shares the parameters of `linear`.
-        """
-        layer: QATLinear = cls._adopt(linear, observes=mode == "static")
-        return layer
+    """`torch.nn.Linear` that computes in int8, and trains its float weight; `prepare_qat_` makes it."""
 
     def forward(self, x: Tensor, outputs: slice = ALL) -> Tensor:
-        """Multiply the int8 codes of `x` and of the weight, with straight-through gradients.
-
-        Args:
-            x: `[..., in_features]`, fp16, bf16 or fp32.
-            outputs: Only these outputs are computed.
-
-        Returns:
-            `[..., out_features]` in the dtype of `x`, or under autocast in the dtype of autocast.
-
-        Raises:
-            TypeError: `x` is a nested tensor.
-
-        Examples:
-            >>> layer = amp_kernels.quantization.QATLinear.from_linear(torch.nn.Linear(2, 1))
-            >>> layer(torch.ones(3, 2)).shape
-            torch.Size([3, 1])
-        """
         check_is_dense("QATLinear", x)
-        rows = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
+        rows = rows_of(x)
         weight, bias = matrix(self)[outputs], None if self.bias is None else self.bias[outputs]
         result = w8a8(rows, weight, None, bias, *self._affine_of(rows), compute_dtype(x), not self.training)
         return result.reshape(*x.shape[:-1], weight.shape[0])
@@ -638,12 +445,6 @@ class _ObservedConv(_PreparedConv):
         return result
 
 
-class _ObservedConvTranspose(_ObservedConv):
-    def forward(self, x: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
-        check_output_size(self, x, output_size)
-        return super().forward(x)
-
-
 class _QATConv(_NotesReads, _PreparedConv):
     def forward(self: Any, x: Tensor) -> Tensor:
         check_images(self, x)
@@ -655,22 +456,6 @@ class _QATConv(_NotesReads, _PreparedConv):
         images = images_of(x, lines)
         result = w8a8_conv(images, weight, None, self.bias, scale, zero_point, steps, dtype, not self.training)
         return from_images(result, lines, x.dim())
-
-
-class _QATConvTranspose(_QATConv):
-    def forward(self: Any, x: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
-        check_images(self, x)
-        check_output_size(self, x, output_size)
-        scale_of_x, zero_point = self._affine_of(x)
-
-        def multiply(pixels: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-            dtype = compute_dtype(pixels)
-            return w8a8(pixels, weight, scale, bias, scale_of_x, zero_point, dtype, not self.training)
-
-        weight = by_outputs(self)
-        dims = weight.dim() - 2
-        result = up_convolve(images_of(x, dims), weight, codes_of_weight(self).scale, self.bias, multiply)
-        return from_images(result, dims, x.dim())
 
 
 class ObservedConv1d(_ObservedConv, nn.Conv1d):
@@ -689,20 +474,28 @@ class QATConv2d(_QATConv, nn.Conv2d):
     """`torch.nn.Conv2d` that computes in int8, and trains its float weight; `prepare_qat_` makes it."""
 
 
-class ObservedConvTranspose1d(_ObservedConvTranspose, nn.ConvTranspose1d):
-    """`torch.nn.ConvTranspose1d` that records the range of its inputs; `prepare_` makes it."""
-
-
-class ObservedConvTranspose2d(_ObservedConvTranspose, nn.ConvTranspose2d):
+class ObservedConvTranspose2d(_ObservedConv, nn.ConvTranspose2d):
     """`torch.nn.ConvTranspose2d` that records the range of its inputs; `prepare_` makes it."""
 
+    def forward(self, x: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
+        check_output_size(self, x, output_size)
+        return super().forward(x)
 
-class QATConvTranspose1d(_QATConvTranspose, nn.ConvTranspose1d):
-    """`torch.nn.ConvTranspose1d` that computes in int8, and trains its float weight; `prepare_qat_` makes it."""
 
-
-class QATConvTranspose2d(_QATConvTranspose, nn.ConvTranspose2d):
+class QATConvTranspose2d(_QATConv, nn.ConvTranspose2d):
     """`torch.nn.ConvTranspose2d` that computes in int8, and trains its float weight; `prepare_qat_` makes it."""
+
+    def forward(self: Any, x: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
+        check_images(self, x)
+        check_output_size(self, x, output_size)
+        scale_of_x, zero_point = self._affine_of(x)
+
+        def multiply(pixels: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+            dtype = compute_dtype(pixels)
+            return w8a8(pixels, weight, scale, bias, scale_of_x, zero_point, dtype, not self.training)
+
+        weight, scale = by_outputs(self), codes_of_weight(self).scale
+        return from_images(up_convolve(images_of(x, 2), weight, scale, self.bias, multiply), 2, x.dim())
 
 
 class PreparedEmbedding(LoadsItsKind, nn.Embedding):
@@ -746,9 +539,9 @@ class QATEmbedding(_NotesReads, PreparedEmbedding):
 
 # ---------------------------------------------------------------------------------------------------------- helpers
 # The layers that take the place of each convolution, in the order of `CONVOLUTIONS`.
-_INT8_CONVOLUTIONS = (Int8Conv1d, Int8Conv2d, Int8ConvTranspose1d, Int8ConvTranspose2d)
-_OBSERVED_CONVOLUTIONS = (ObservedConv1d, ObservedConv2d, ObservedConvTranspose1d, ObservedConvTranspose2d)
-_QAT_CONVOLUTIONS = (QATConv1d, QATConv2d, QATConvTranspose1d, QATConvTranspose2d)
+_INT8_CONVOLUTIONS = (Int8Conv1d, Int8Conv2d, Int8ConvTranspose2d)
+_OBSERVED_CONVOLUTIONS = (ObservedConv1d, ObservedConv2d, ObservedConvTranspose2d)
+_QAT_CONVOLUTIONS = (QATConv1d, QATConv2d, QATConvTranspose2d)
 
 
 def _of_its_class(classes: tuple[Any, ...], layer: nn.Module) -> Any:
@@ -761,7 +554,7 @@ def _observed(layer: Any) -> Any:
         return PreparedEmbedding.from_embedding(layer)
     if isinstance(layer, CONVOLUTIONS):
         return _of_its_class(_OBSERVED_CONVOLUTIONS, layer).from_conv(layer, observes=True)
-    return ObservedLinear.from_linear(layer)
+    return ObservedLinear.from_linear(layer, observes=True)
 
 
 def _for_qat(layer: Any, mode: Literal["dynamic", "static"]) -> Any:
@@ -769,7 +562,7 @@ def _for_qat(layer: Any, mode: Literal["dynamic", "static"]) -> Any:
         return QATEmbedding.from_embedding(layer)
     if isinstance(layer, CONVOLUTIONS):
         return _of_its_class(_QAT_CONVOLUTIONS, layer).from_conv(layer, observes=mode == "static")
-    return QATLinear.from_linear(layer, mode)
+    return QATLinear.from_linear(layer, observes=mode == "static")
 
 
 class _SharedCodes:
@@ -854,8 +647,8 @@ def _find(op: str, model: nn.Module, filter_fn: FilterFn | None, needs_int8_inpu
         _check_loses_nothing(op, name, layer)
     if not found:
         raise ValueError(
-            f"{op}: model must have an nn.Linear, nn.Conv1d, nn.Conv2d, nn.ConvTranspose1d, nn.ConvTranspose2d or "
-            f"nn.Embedding to replace, got {type(model).__name__}"
+            f"{op}: model must have an nn.Linear, nn.Conv1d, nn.Conv2d, nn.ConvTranspose2d or nn.Embedding to "
+            f"replace, got {type(model).__name__}"
             + (", where each of these shares its weight with a layer that is not replaced" if taken else " without any")
             + ("" if known else _why_layers_stay(model))
             + _what_was_done(model)
@@ -883,7 +676,7 @@ def _why_layers_stay(model: nn.Module) -> str:
         reason += "; call torch.nn.utils.parametrize.remove_parametrizations for layers with a weight_norm"
     if not kinds.isdisjoint((nn.Conv1d, nn.Conv2d)):
         reason += "; a convolution must have groups=1, and pad both ends of a dimension with as many zeros"
-    if not kinds.isdisjoint((nn.ConvTranspose1d, nn.ConvTranspose2d)):
+    if nn.ConvTranspose2d in kinds:
         reason += (
             "; a transposed convolution must have kernels that do not overlap: a stride equal to the size of its "
             "kernel, no padding, no dilation and groups=1"
@@ -906,7 +699,7 @@ def _is_known(layer: nn.Module) -> bool:
         return is_conv1d(layer)
     if isinstance(layer, nn.Conv1d | nn.Conv2d) and not (layer.groups == 1 and pads_both_ends_alike(layer)):
         return False
-    if isinstance(layer, nn.ConvTranspose1d | nn.ConvTranspose2d) and not kernels_do_not_overlap(layer):
+    if isinstance(layer, nn.ConvTranspose2d) and not kernels_do_not_overlap(layer):
         return False
     return factor_of(layer) is not None
 

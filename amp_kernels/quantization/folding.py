@@ -30,12 +30,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from ..nn.conversion import LoadsItsKind, by_outputs, exchange, has_hooks, is_transposed
 
-_NORMS = {
-    nn.Conv1d: nn.BatchNorm1d,
-    nn.Conv2d: nn.BatchNorm2d,
-    nn.ConvTranspose1d: nn.BatchNorm1d,
-    nn.ConvTranspose2d: nn.BatchNorm2d,
-}
+_NORMS = {nn.Conv1d: nn.BatchNorm1d, nn.Conv2d: nn.BatchNorm2d, nn.ConvTranspose2d: nn.BatchNorm2d}
 
 
 class FoldedBatchNorm(LoadsItsKind, nn.Identity):

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .._loader import import_extra
-from ..nn import Int8Conv1d, Int8Conv2d, Int8ConvTranspose1d, Int8ConvTranspose2d, Int8Embedding, Int8Linear
+from ..nn import Int8Conv1d, Int8Conv2d, Int8ConvTranspose2d, Int8Embedding, Int8Linear
 from ..nn.conversion import check_model, exchange, has_hooks
 from ..nn.int8 import ALL, Int8ProductLayer, Int8Weight, scaled_rows
 from ..nn.int8_conv import check_output_size, steps_of
@@ -51,12 +51,6 @@ def export_onnx(
 
     Call this after `quantize_` or `convert_`, in eval mode. The file has the ONNX operator set 18 and only standard
     operators. Weights and codes are uint8: int8 codes plus 128.
-
-    Static and dynamic layers multiply integers in onnxruntime. If a layer returns floats, its sums are exact. If a
-    static layer passes codes to the next one, onnxruntime rounds its bias to an integer, so a few codes in 10,000
-    differ by 1. Where the bias would be too large for this integer, the weights get a larger scale in the file. The
-    dynamic mode computes the range of each row or image by several ONNX operators, so it is slower than the static
-    mode. In weight-only layers onnxruntime dequantizes the weights when it loads the file.
 
     Inputs must be finite. The file computes in fp32, also if this is called under autocast. If a file would be larger
     than 2 GB, the limit of the format, the weights are in a second file next to it, `path` plus ".data".
@@ -172,7 +166,7 @@ def _check(model: nn.Module, example: object, arguments: tuple[Any, ...], path: 
         if zero_point is not None and not -128 <= zero_point.item() <= 127:
             raise ValueError(
                 f"{op}: input_zero_point of {name!r} must be from -128 to 127, as int8 codes are, got "
-                f"{zero_point.item()}; take that of MinMaxObserver, or of prepare_ and convert_"
+                f"{zero_point.item()}; take that of prepare_ and convert_"
             )
         terms = layer._terms(layer.weight_codes.shape) if isinstance(layer, Int8ProductLayer) else 0
         if terms > MAX_TERMS and layer.mode != "weight_only":
@@ -452,12 +446,11 @@ class _ConvTranspose(_Conv):
     pixels.
     """
 
-    def __init__(self, layer: Int8ConvTranspose1d | Int8ConvTranspose2d) -> None:
-        ones = (1,) * len(layer.kernel_size)
+    def __init__(self, layer: Int8ConvTranspose2d) -> None:
         codes = layer.weight_codes.movedim(0, -2).flatten(0, -2)  # an output for each pixel of a block and each channel
-        super().__init__(layer, codes.reshape(*codes.shape, *ones), math.prod(layer.kernel_size))
+        super().__init__(layer, codes[..., None, None], math.prod(layer.kernel_size))
         self.kernel, self.reduced = layer.kernel_size, (1,)
-        self.steps = {"stride": ones, "padding": (0,) * len(ones), "dilation": ones}
+        self.steps = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1)}
 
     @property
     def weight(self) -> Tensor:
@@ -477,10 +470,9 @@ class _ConvTranspose(_Conv):
 
     def blocks(self, x: Tensor) -> Tensor:
         """Return [B, N, H * kernel height, W * kernel width] for [B, kernel height * kernel width * N, H, W]."""
-        dims, pixels = len(self.kernel), [n * k for n, k in zip(x.shape[2:], self.kernel, strict=True)]
-        x = x.unflatten(1, (*self.kernel, -1))
-        order = [axis for d in range(dims) for axis in (2 + dims + d, 1 + d)]
-        return x.permute(0, 1 + dims, *order).reshape(x.shape[0], x.shape[1 + dims], *pixels)
+        pixels = [n * k for n, k in zip(x.shape[2:], self.kernel, strict=True)]
+        x = x.unflatten(1, (*self.kernel, -1)).permute(0, 3, 4, 1, 5, 2)
+        return x.reshape(*x.shape[:2], *pixels)
 
 
 class _Embedding(_StandIn):
@@ -503,7 +495,6 @@ _STAND_INS: dict[type[nn.Module], Any] = {
     Int8Linear: _Linear,
     Int8Conv1d: _Conv,
     Int8Conv2d: _Conv,
-    Int8ConvTranspose1d: _ConvTranspose,
     Int8ConvTranspose2d: _ConvTranspose,
     Int8Embedding: _Embedding,
 }

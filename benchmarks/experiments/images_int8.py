@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from amp_kernels.functional import quantize_int8
+from amp_kernels import quantize_int8
 from amp_kernels.nn import Int8Conv2d, Int8ConvTranspose2d, Int8Linear, convert_linear_
 from amp_kernels.quantization import convert_, export_onnx, prepare_, prepare_qat_, quantize_
 

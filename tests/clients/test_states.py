@@ -36,7 +36,7 @@ from optim_cases import (
 from torch import Tensor
 from torch.nn import Parameter
 
-from amp_kernels.functional import rmsprop_, sgd_
+from amp_kernels import rmsprop_, sgd_
 from amp_kernels.optim import FusedSGD
 
 CPU = torch.device("cpu")

@@ -67,18 +67,18 @@ def missing_names(lines: list[str], pages: dict[Path, Document]) -> Iterator[str
     """Names of tests/api.txt without an entry, or with one of something else that has the same name."""
     entries = {name: kind for page in pages.values() for name, kind in page.entries.items()}
     for line in lines:
-        name, is_alias, kinds = kinds_of(line)
-        if not is_alias and entries.get(name) not in kinds:
+        name, kinds = kinds_of(line)
+        if entries.get(name) not in kinds:
             found = f"the entry of a {entries[name]}" if name in entries else "no entry"
             yield f"{name} must have the entry of a {' or '.join(kinds)} on a page in docs/api, got {found}"
 
 
-def kinds_of(line: str) -> tuple[str, bool, tuple[str, ...]]:
-    """The name in a line of tests/api.txt, whether it is another name's alias, and what its entry may be of."""
-    name = re.split(r"[(:]| is ", line)[0]
+def kinds_of(line: str) -> tuple[str, tuple[str, ...]]:
+    """The name in a line of tests/api.txt, and what its entry may be of."""
+    name = re.split(r"[(:]", line)[0]
     if line.startswith((f"{name}(", f"{name}: class")):
-        return name, False, ("function", "class")
-    return name, line.startswith(f"{name} is "), ("module",) if line == f"{name}: module" else ("attribute",)
+        return name, ("function", "class")
+    return name, ("module",) if line == f"{name}: module" else ("attribute",)
 
 
 def main(site: Path) -> int:

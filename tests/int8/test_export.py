@@ -86,7 +86,7 @@ LAYERS = {
     "steps": (lambda: nn.Conv2d(5, 7, (3, 2), (2, 1), (1, 2), (1, 3), bias=False), (3, 5, 9, 8)),
     "lines": (lambda: nn.Conv1d(5, 7, 3, 2, 2, 2), (3, 5, 20)),
     "blocks": (lambda: nn.ConvTranspose2d(5, 7, (2, 3), (2, 3)), (3, 5, 9, 8)),
-    "pieces of lines": (lambda: nn.ConvTranspose1d(5, 7, 2, 2, bias=False), (3, 5, 20)),
+    "blocks without a bias": (lambda: nn.ConvTranspose2d(5, 7, 2, 2, bias=False), (3, 5, 9, 8)),
 }
 
 

@@ -396,16 +396,15 @@ def test_hooks_and_other_owners_keep_a_batch_norm():
     assert norms(quantize_(batch)) == 1
 
 
-@pytest.mark.parametrize("kind", [nn.Conv1d, nn.ConvTranspose1d])
-def test_lines_and_16_bits(kind):
-    model = nn.Sequential(kind(3, 8, 3, 3), nn.BatchNorm1d(8))
+def test_lines_and_16_bits():
+    model = nn.Sequential(nn.Conv1d(3, 8, 3, 3), nn.BatchNorm1d(8))
     model = trained(model)
     x = randn(4, 3, 20)
     before = model(x)
     half = quantize_(copy.deepcopy(model).bfloat16())
     assert norms(half) == 0 and half[0].bias.dtype == half[0].weight.dtype == torch.bfloat16
     assert (half(x.bfloat16()).float() - before).abs().max() <= 0.03 * before.abs().max()
-    mixed = trained(nn.Sequential(kind(3, 8, 3, 3, bias=False), nn.BatchNorm1d(8)))
+    mixed = trained(nn.Sequential(nn.Conv1d(3, 8, 3, 3, bias=False), nn.BatchNorm1d(8)))
     before = mixed(x)
     mixed[0].bfloat16()
     mixed = quantize_(mixed)

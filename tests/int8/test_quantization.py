@@ -14,7 +14,7 @@ from torch import nn
 
 import amp_kernels
 from amp_kernels.nn import Int8Conv1d, Int8Embedding, Int8Linear
-from amp_kernels.quantization import ObservedLinear, QATLinear, convert_, prepare_, prepare_qat_, quantize_
+from amp_kernels.quantization import ObservedLinear, convert_, prepare_, prepare_qat_, quantize_
 from amp_kernels.testing import randn
 
 
@@ -779,7 +779,7 @@ def test_gradients_of_a_conv1d_in_training():
     )
     x = randn(8, 16)
     for layer in (conv, linear):
-        QATLinear.from_linear(layer)(x).square().sum().backward()
+        prepare_qat_(layer)(x).square().sum().backward()
     torch.testing.assert_close(conv.weight.grad.t(), linear.weight.grad, rtol=1e-5, atol=1e-5)
     assert torch.equal(conv.bias.grad, linear.bias.grad)
 
@@ -976,7 +976,7 @@ def test_qat_predicts_what_the_converted_model_predicts(mode, dtype, device):
 @pytest.mark.parametrize("mode", ["dynamic", "static"])
 def test_qat_gradients_are_those_of_fake_quantization(mode, device):
     original = nn.Linear(16, 9).to(device)
-    layer = QATLinear.from_linear(original, mode)
+    layer = prepare_qat_(original, mode)
     assert layer.weight is original.weight and layer.bias is original.bias
     x = randn(4, 8, 16).to(device)
     layer(x)  # a static range that the next inputs exceed

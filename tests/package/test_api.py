@@ -6,7 +6,10 @@ or changes breaks somebody's code, so it needs a line in CHANGELOG.md as well; a
 says which need it serves.
 
 Annotations are left out: they may become wider without anybody's code noticing. Members that torch's classes bring
-along are left out too, since they differ from torch to torch.
+along are left out too, since they differ from torch to torch. A member that several classes inherit is listed once,
+under the first of them. Methods that only torch calls, to print a layer or to register a parameter, are not listed.
+
+A thing has one public name. The names of `amp_kernels.functional` are those of `amp_kernels`.
 """
 
 from __future__ import annotations
@@ -27,12 +30,14 @@ import amp_kernels
 from amp_kernels import integrations
 
 API = Path(__file__).parents[1] / "api.txt"
+NOT_PUBLIC = ("functional", "triton_kernels")  # names of the first are in amp_kernels; the second needs Triton
+CALLED_BY_TORCH = ("extra_repr", "register_parameter")
 
 
 def public_modules() -> list[ModuleType]:
     """`amp_kernels` and the modules in it that have an `__all__`."""
     found = sorted(module.name for module in pkgutil.iter_modules(amp_kernels.__path__))
-    names = [name for name in found if not name.startswith("_") and name != "triton_kernels"]  # that needs Triton
+    names = [name for name in found if not name.startswith("_") and name not in NOT_PUBLIC]
     modules = [amp_kernels, *(importlib.import_module(f"amp_kernels.{name}") for name in names)]
     return [module for module in [*modules, *present_integrations().values()] if hasattr(module, "__all__")]
 
@@ -70,8 +75,8 @@ def is_ours(thing: Any) -> bool:
     return getattr(thing, "__module__", "").partition(".")[0] == "amp_kernels"
 
 
-def members(name: str, kind: type) -> Iterator[str]:
-    """Constructor, methods and properties that `kind` has of us, not of torch or Python.
+def members(name: str, kind: type, listed: set[int]) -> Iterator[str]:
+    """Constructor, methods and properties that `kind` has of us, not of torch or Python, nor of a class listed before.
 
     Methods that override methods of a trainer's own class are left out, since only the trainer calls them.
     """
@@ -84,8 +89,9 @@ def members(name: str, kind: type) -> Iterator[str]:
     has_constructor = attributes.keys() & {"__init__", "__new__"}
     yield name + (signature(kind) if has_constructor else ": class")
     for attribute, value in attributes.items():
-        if attribute.startswith("_"):
+        if attribute.startswith("_") or attribute in CALLED_BY_TORCH or id(value) in listed:
             continue
+        listed.add(id(value))
         if isinstance(value, property):
             yield f"{name}.{attribute}: property" + (", can be set" if value.fset else "")
         elif callable(value) or isinstance(value, classmethod | staticmethod):
@@ -96,7 +102,8 @@ def members(name: str, kind: type) -> Iterator[str]:
 
 def public_api() -> list[str]:
     lines: list[str] = []
-    first_names: dict[int, str] = {}
+    names: dict[int, str] = {}
+    listed: set[int] = set()  # members of classes
     for module in public_modules():
         for attribute in module.__all__:
             name, value = f"{module.__name__}.{attribute}", getattr(module, attribute)
@@ -104,11 +111,10 @@ def public_api() -> list[str]:
                 lines.append(f"{name}: module")
             elif not (inspect.isfunction(value) or inspect.isclass(value)):
                 lines.append(f"{name}: {type(value).__name__}")
-            elif id(value) in first_names:
-                lines.append(f"{name} is {first_names[id(value)]}")
             else:
-                first_names[id(value)] = name
-                lines += members(name, value) if inspect.isclass(value) else [name + signature(value)]
+                first = names.setdefault(id(value), name)
+                assert first == name, f"{name} must have one public name, has {first} too"
+                lines += members(name, value, listed) if inspect.isclass(value) else [name + signature(value)]
     return sorted(lines + of_absent_integrations(API.read_text().splitlines()))
 
 

@@ -29,7 +29,7 @@ API = Path(__file__).parents[1] / "api.txt"
 SECTIONS = ("Args", "Attributes", "Returns", "Yields", "Raises", "Examples")
 # griffe, the parser of mkdocstrings, reads such a line as the heading of a section. It knows "Examples", not "Example".
 HEADER = re.compile(r"^(\w[\w ]*):\n+ ", re.M)
-NAMES = [line for line in API.read_text().splitlines() if " is " not in line]
+NAMES = API.read_text().splitlines()
 
 
 class Public:
