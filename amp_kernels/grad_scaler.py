@@ -201,13 +201,9 @@ class GradScaler(torch.amp.GradScaler):
     parameters have had gradients of 0 in every element for some 200 steps. Either the scale is too small, or the loss
     does not depend on these parameters. For this, one step in 100 reads the gradients once more. DTensors are left out.
 
+    The other arguments are those of `torch.amp.GradScaler`.
+
     Args:
-        device: As in torch.
-        init_scale: As in torch.
-        growth_factor: As in torch.
-        backoff_factor: As in torch.
-        growth_interval: As in torch.
-        enabled: As in torch.
         min_scale: Lower bound of the scale. A lower `init_scale` is raised to it. (In torch the default scale reaches
             0.0 after 166 overflows in a row.)
         max_scale: Upper bound of the scale. A higher `init_scale` is lowered to it. If the loss is fp16, the default

@@ -43,22 +43,17 @@ def adam_(
     p <- p - lr / (1 - beta1^t) * m / (sqrt(u / (1 - beta2^t)) + eps)
     ```
 
+    The other arguments are those of `amp_kernels.sgd_`.
+
     Args:
-        params: fp16, bf16 or fp32 tensors of any strides, updated in place.
-        grads: One gradient per parameter, of its shape, in any of the three dtypes.
         exp_avgs: `m`, one fp32 tensor per parameter, updated in place. Pass zeros for the first step.
         exp_avg_sqs: `v`, in the same form as `exp_avgs`.
         max_exp_avg_sqs: `u`, in the same form as `exp_avgs`. If they are given, the update is AMSGrad.
-        masters: One tensor per 16-bit parameter: its fp32 master, or its int16 remainder. `sgd_` explains both.
-        lr: Learning rate, a number or one fp32 element on the parameters' device.
         betas: Decays of the two averages.
         eps: Added to the square root in the denominator.
         weight_decay: Factor of the weight decay.
-        maximize: Negate the gradients.
         decoupled_weight_decay: Apply the weight decay to the parameters, not to the gradients (AdamW).
         steps_taken: Number of steps before this one, from 0 to 2^31 - 2. Do not count skipped steps.
-        grad_scale: One fp32 element; the gradients are divided by it. None for 1.
-        found_inf: One fp32 element. If it is not 0, the call changes nothing.
 
     Raises:
         TypeError: A dtype does not fit. Nothing was modified.

@@ -43,22 +43,15 @@ def rmsprop_(
 
     If rounding makes `v - a^2` negative, it counts as 0. torch returns NaN there.
 
+    The other arguments are those of `amp_kernels.sgd_`.
+
     Args:
-        params: fp16, bf16 or fp32 tensors of any strides, updated in place.
-        grads: One gradient per parameter, of its shape, in any of the three dtypes.
         square_avgs: `v`, one fp32 tensor per parameter, updated in place. Pass zeros for the first step.
         momentum_buffers: `b`, in the same form as `square_avgs`. If `momentum` is 0, the list is ignored and may be
             empty.
         grad_avgs: `a`, in the same form as `square_avgs`. If they are given, the variance is centered.
-        masters: One tensor per 16-bit parameter: its fp32 master, or its int16 remainder. `sgd_` explains both.
-        lr: Learning rate, a number or one fp32 element on the parameters' device.
         alpha: Decay of the averages.
         eps: Added to the square root in the denominator.
-        weight_decay: Factor of the L2 penalty.
-        momentum: Momentum factor.
-        maximize: Negate the gradients.
-        grad_scale: One fp32 element; the gradients are divided by it. None for 1.
-        found_inf: One fp32 element. If it is not 0, the call changes nothing.
 
     Raises:
         TypeError: A dtype does not fit. Nothing was modified.

@@ -108,9 +108,13 @@ class FusedOptimizer(WithCheckpoints):
         state_dtype: torch.dtype | str,
         foreach: bool | None,
         fused: bool | None,
+        differentiable: bool,
         **options: Any,
     ) -> None:
         name = type(self).__name__
+        if differentiable:
+            torchs = next(c.__name__ for c in type(self).__mro__ if c.__module__.startswith("torch.optim."))
+            raise ValueError(f"{name}: differentiable must be False, got True; use torch.optim.{torchs} for that")
         dtype = check_state_dtype(name, state_dtype)
         check_params(name, params)
         check_options(name, {**options, "max_grad_norm": max_grad_norm})

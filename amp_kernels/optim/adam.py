@@ -19,26 +19,13 @@ class FusedAdam(FusedOptimizer, torch.optim.Adam):  # type: ignore[override]
     out. Arithmetic is fp32, because in fp16 the default `eps` would be rounded to 0. The bias correction
     does not count skipped steps. The count of steps is kept on the device.
 
-    Masters, gradients, loss scaling and errors are as in `FusedSGD`.
+    Masters, gradients, loss scaling and errors are as in `FusedSGD`. The other arguments are those of
+    `torch.optim.Adam` and `amp_kernels.optim.FusedSGD`.
 
     Args:
-        params: Parameters, parameter groups or named parameters, as in torch: fp32, fp16 and bf16 in any mix.
-        lr: Learning rate. An fp32 tensor on the parameters' device is read there at every step.
-        betas: As in torch.
-        eps: As in torch.
-        weight_decay: As in torch.
-        amsgrad: As in torch.
-        foreach: Accepted for compatibility; no effect.
-        maximize: As in torch.
-        capturable: Accepted for compatibility; every step can be captured in a CUDA graph.
-        differentiable: Must be False.
-        fused: Accepted for compatibility; no effect.
-        decoupled_weight_decay: As in torch.
-        max_grad_norm: Clip the global L2 norm of the gradients inside the step, as in `FusedSGD`.
-        state_dtype: How states are stored. torch.float32, or torch.bfloat16 (2 bytes for an element of a state), or
-            torch.int8 (1 byte and a scale for every 128 elements). An option of every parameter group, as in
-            `FusedSGD`.
-            With `amsgrad`, the second moments stay fp32: the maximum of rounded numbers would be too large.
+        capturable: Has no effect. Every step can be captured in a CUDA graph.
+        state_dtype: As in `FusedSGD`. With `amsgrad`, the second moments stay fp32, because the maximum of rounded
+            numbers would be too large.
 
     Examples:
         >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
@@ -69,12 +56,11 @@ class FusedAdam(FusedOptimizer, torch.optim.Adam):  # type: ignore[override]
         max_grad_norm: float | None = None,
         state_dtype: torch.dtype | str = torch.float32,
     ) -> None:
-        if differentiable:
-            raise ValueError("FusedAdam: differentiable must be False, got True; use torch.optim.Adam for that")
         super().__init__(
             params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, maximize=maximize,
             capturable=capturable, decoupled_weight_decay=decoupled_weight_decay, max_grad_norm=max_grad_norm,
             state_dtype=state_dtype, foreach=foreach, fused=fused,
+            differentiable=differentiable,
         )  # fmt: skip
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str | None, ...]:
@@ -84,26 +70,12 @@ class FusedAdam(FusedOptimizer, torch.optim.Adam):  # type: ignore[override]
 class FusedAdamW(FusedOptimizer, torch.optim.AdamW):  # type: ignore[override]
     """`torch.optim.AdamW` as one fused kernel, with fp32 masters for fp16 and bf16 parameters.
 
-    This is `FusedAdam` with decoupled weight decay (Loshchilov and Hutter 2019). Masters, gradients, loss scaling and
-    errors are as in `FusedSGD`.
+    This is `FusedAdam` with decoupled weight decay (Loshchilov and Hutter 2019). The other arguments are those of
+    `torch.optim.AdamW` and `amp_kernels.optim.FusedSGD`.
 
     Args:
-        params: Parameters, parameter groups or named parameters, as in torch: fp32, fp16 and bf16 in any mix.
-        lr: Learning rate. An fp32 tensor on the parameters' device is read there at every step.
-        betas: As in torch.
-        eps: As in torch.
-        weight_decay: As in torch.
-        amsgrad: As in torch.
-        foreach: Accepted for compatibility; no effect.
-        maximize: As in torch.
-        capturable: Accepted for compatibility; every step can be captured in a CUDA graph.
-        differentiable: Must be False.
-        fused: Accepted for compatibility; no effect.
-        max_grad_norm: Clip the global L2 norm of the gradients inside the step, as in `FusedSGD`.
-        state_dtype: How states are stored. torch.float32, or torch.bfloat16 (2 bytes for an element of a state), or
-            torch.int8 (1 byte and a scale for every 128 elements). An option of every parameter group, as in
-            `FusedSGD`.
-            With `amsgrad`, the second moments stay fp32: the maximum of rounded numbers would be too large.
+        capturable: As in `FusedAdam`.
+        state_dtype: As in `FusedAdam`.
 
     Examples:
         >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
@@ -133,11 +105,10 @@ class FusedAdamW(FusedOptimizer, torch.optim.AdamW):  # type: ignore[override]
         max_grad_norm: float | None = None,
         state_dtype: torch.dtype | str = torch.float32,
     ) -> None:
-        if differentiable:
-            raise ValueError("FusedAdamW: differentiable must be False, got True; use torch.optim.AdamW for that")
         super().__init__(
             params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, maximize=maximize,
             capturable=capturable, max_grad_norm=max_grad_norm, state_dtype=state_dtype, foreach=foreach, fused=fused,
+            differentiable=differentiable,
         )  # fmt: skip
 
     _state_names = FusedAdam._state_names

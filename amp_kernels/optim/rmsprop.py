@@ -18,26 +18,13 @@ class FusedRMSprop(FusedOptimizer, torch.optim.RMSprop):
     Formula: `torch.optim.RMSprop` (Hinton 2012; centered: Graves 2013), in fp32. `amp_kernels.rmsprop_` spells it out.
     If rounding makes the centered variance negative, 0 is used in its place. torch returns NaN in this case.
 
-    Masters, gradients, loss scaling and errors are as in `FusedSGD`.
+    Masters, gradients, loss scaling and errors are as in `FusedSGD`. The other arguments are those of
+    `torch.optim.RMSprop` and `amp_kernels.optim.FusedSGD`.
 
     Args:
-        params: Parameters, parameter groups or named parameters, as in torch: fp32, fp16 and bf16 in any mix.
-        lr: Learning rate. An fp32 tensor on the parameters' device is read there at every step.
-        alpha: As in torch.
-        eps: As in torch.
-        weight_decay: As in torch.
-        momentum: As in torch.
-        centered: As in torch.
-        capturable: Accepted for compatibility; every step can be captured in a CUDA graph.
-        foreach: Accepted for compatibility; no effect.
-        maximize: As in torch.
-        differentiable: Must be False.
-        fused: Accepted for compatibility; no effect.
-        max_grad_norm: Clip the global L2 norm of the gradients inside the step, as in `FusedSGD`.
-        state_dtype: How states are stored. torch.float32, or torch.bfloat16 (2 bytes for an element of a state), or
-            torch.int8 (1 byte and a scale for every 128 elements). An option of every parameter group, as in
-            `FusedSGD`.
-            With `centered`, `square_avg` and `grad_avg` stay fp32, because their difference may be small.
+        capturable: Has no effect. Every step can be captured in a CUDA graph.
+        state_dtype: As in `FusedSGD`. With `centered`, `square_avg` and `grad_avg` stay fp32, because their difference
+            may be small.
 
     Examples:
         >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
@@ -68,12 +55,11 @@ class FusedRMSprop(FusedOptimizer, torch.optim.RMSprop):
         max_grad_norm: float | None = None,
         state_dtype: torch.dtype | str = torch.float32,
     ) -> None:
-        if differentiable:
-            raise ValueError("FusedRMSprop: differentiable must be False, got True; use torch.optim.RMSprop for that")
         super().__init__(
             params, lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum, centered=centered,
             capturable=capturable, maximize=maximize, max_grad_norm=max_grad_norm, state_dtype=state_dtype,
             foreach=foreach, fused=fused,
+            differentiable=differentiable,
         )  # fmt: skip
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str | None, ...]:

@@ -29,17 +29,14 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):  # type: ignore[override]
     get them unscaled there, call `scaler.unscale_` before `scaler.step`. If `step` is overridden, or wrapped by code
     outside of torch, the scaler unscales the gradients before it calls `step`.
 
+    The other arguments are those of `torch.optim.SGD`.
+
     Args:
         params: Parameters, parameter groups or named parameters, as in torch: fp32, fp16 and bf16 in any mix.
         lr: Learning rate. An fp32 tensor on the parameters' device is read there at every step.
-        momentum: As in torch.
-        dampening: As in torch.
-        weight_decay: As in torch.
-        nesterov: As in torch.
-        maximize: As in torch.
-        foreach: Accepted for compatibility; no effect.
+        foreach: Has no effect.
         differentiable: Must be False.
-        fused: Accepted for compatibility; no effect.
+        fused: Has no effect.
         max_grad_norm: Clip the global L2 norm of the gradients to this value inside the step (Pascanu et al. 2013). The
             gradients are not written. After the step, the optimizer's `grad_norm` is the norm before clipping. With
             `math.inf` the norm is measured and nothing is clipped. Like `lr`, `max_grad_norm` is an option of every
@@ -89,11 +86,10 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):  # type: ignore[override]
         max_grad_norm: float | None = None,
         state_dtype: torch.dtype | str = torch.float32,
     ) -> None:
-        if differentiable:
-            raise ValueError("FusedSGD: differentiable must be False, got True; use torch.optim.SGD for that")
         super().__init__(
             params, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov,
             maximize=maximize, max_grad_norm=max_grad_norm, state_dtype=state_dtype, foreach=foreach, fused=fused,
+            differentiable=differentiable,
         )  # fmt: skip
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str | None, ...]:

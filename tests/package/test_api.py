@@ -89,9 +89,12 @@ def members(name: str, kind: type, listed: set[int]) -> Iterator[str]:
     has_constructor = attributes.keys() & {"__init__", "__new__"}
     yield name + (signature(kind) if has_constructor else ": class")
     for attribute, value in attributes.items():
-        if attribute.startswith("_") or attribute in CALLED_BY_TORCH or id(value) in listed:
+        if attribute.startswith("_") or attribute in CALLED_BY_TORCH:
             continue
-        listed.add(id(value))
+        own = id(inspect.unwrap(value))  # torch's optimizers wrap their step when they are made
+        if own in listed:
+            continue
+        listed.add(own)
         if isinstance(value, property):
             yield f"{name}.{attribute}: property" + (", can be set" if value.fset else "")
         elif callable(value) or isinstance(value, classmethod | staticmethod):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import inspect
+import pydoc
 import re
 import typing
 from collections.abc import Iterator
@@ -101,6 +102,11 @@ def _everything() -> list[Public]:
     return [public for line in NAMES if line not in absent and not (public := Public(line)).is_value]
 
 
+def _parameters_of(name: str) -> list[str]:
+    """The parameters of a public function or class of torch or of amp_kernels."""
+    return list(inspect.signature(pydoc.locate(name)).parameters)  # type: ignore[arg-type]
+
+
 def _faults(public: Public, by_name: dict[str, Public]) -> Iterator[str]:
     first, *rest = public.doc.split("\n")
     if not first.endswith(".") or (rest and rest[0]):
@@ -114,6 +120,9 @@ def _faults(public: Public, by_name: dict[str, Public]) -> Iterator[str]:
         documented = public.names("Attributes")  # of a dataclass or a NamedTuple
     if elsewhere := re.search(r"takes the arguments of `([\w.]+)`", public.doc.replace("\n", " ")):
         documented = [name for name in by_name[elsewhere[1]].names("Args") if name in parameters]
+    if others := re.search(r"other arguments are those of (`[\w.]+`(?: and `[\w.]+`)*)", public.doc.replace("\n", " ")):
+        theirs = {name for other in re.findall(r"`([\w.]+)`", others[1]) for name in _parameters_of(other)}
+        parameters = [name for name in parameters if name in documented or name not in theirs]
     if parameters != documented:
         yield f"Args must have {parameters}, has {documented}"
     section = public.result() if public.is_function else None
