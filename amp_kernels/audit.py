@@ -21,7 +21,7 @@ import reprlib
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,6 +54,7 @@ from .report import table
 __all__ = ["Explanation", "Finding", "audit"]  # explain is public as amp_kernels.explain
 
 ITEM = 2  # bytes of an element of the 16-bit dtypes
+_CONVERSION = "amp_kernels.nn.Linear"  # the remedy that `convert_linear_` applies
 # Times in the sentences of an `Explanation`. The source of the second is benchmarks/results/h200/device_times.csv.
 _MEASURED_ENGINES = "fp16 4096 x 4096 x 4096 on an H100: 188 us with cuBLAS, 310 us in CUDA C++, 336 us in Triton"
 _MEASURED_COPIES = "fp16 4096 x 4095 x 4095 on an H200: 225 us with the copies, 1,025 us without"
@@ -66,28 +67,25 @@ class Explanation(NamedTuple):
     Attributes:
         engine: A backend of amp_kernels, `"cublas"`, or `"torch"` for dtypes that are left to torch.
         reason: Why this engine multiplies.
-        padded: The operands that are first copied into padded memory: `"a"`, `"b"`, both or none.
-        padding_bytes: Bytes that these copies take.
+        copies: The operands that are first copied into padded memory, `"a"` and `"b"`, and the bytes of each copy.
 
     Examples:
-        >>> explanation = amp_kernels.explain((65536, 1001), (1001, 512))
-        >>> explanation.padded, explanation.padding_bytes
-        (('a', 'b'), 133152768)
+        >>> amp_kernels.explain((65536, 1001), (1001, 512)).copies
+        {'a': 132120576, 'b': 1032192}
     """
 
     engine: str
     reason: str
-    padded: tuple[str, ...]
-    padding_bytes: int
+    copies: dict[str, int]
 
     def __str__(self) -> str:
-        if not self.padded:
+        if not self.copies:
             return f"{self.engine}: {self.reason}; nothing is copied"
-        verb = "is" if len(self.padded) == 1 else "are"
+        verb = "is" if len(self.copies) == 1 else "are"
         measured = f" ({_MEASURED_COPIES})" if self.engine == LIBRARY else ""
         return (
-            f"{self.engine}: {self.reason}; {' and '.join(self.padded)} {verb} first copied into padded memory, "
-            f"{self.padding_bytes:,} bytes{measured}"
+            f"{self.engine}: {self.reason}; {' and '.join(self.copies)} {verb} first copied into padded memory, "
+            f"{sum(self.copies.values()):,} bytes{measured}"
         )
 
 
@@ -149,12 +147,12 @@ def explain(
     left, right = autocast(place.type, left, right)
     engine = engine_of("explain", left.dtype, place.type)
     if left.dtype not in DTYPES:
-        return Explanation(engine, f"products of {str(left.dtype).removeprefix('torch.')} are left to torch", (), 0)
+        return Explanation(engine, f"products of {str(left.dtype).removeprefix('torch.')} are left to torch", {})
     check_serves(engine, place.type)
     left, right = as_matrices("explain", left, right)
     sizes = zip("ab", (left, right), copies_of(engine, left, right), strict=True)
     copies = {name: _copy_bytes(x, size) for name, x, size in sizes if size is not None}
-    return Explanation(engine, _reason(engine, left, activation), tuple(copies), sum(copies.values()))
+    return Explanation(engine, _reason(engine, left, activation), copies)
 
 
 def _shape(x: Any) -> tuple[int | torch.SymInt, ...] | None:
@@ -206,46 +204,31 @@ class Finding(NamedTuple):
 
     Attributes:
         name: The layer's name in the model; empty for the model itself.
-        kind: The layer's class.
-        size: The layer's features or channels.
-        cause: Each number of features or channels that is not a multiple of 8. For a linear layer, the number is
-            followed by the matrices whose rows have this length, in brackets. For a recurrent layer and for
-            `torch.nn.MultiheadAttention`, it is followed by the parameters with a dimension of this size. For an
-            embedding, `cause` names the linear layer that has the same weight.
+        size: The layer's class, with its features or channels in brackets.
+        cause: The features or channels that are not multiples of 8.
         remedy: The change that makes the layer fast.
-        converts: Whether `amp_kernels.nn.convert_linear_` is a remedy.
-        weight_bytes: Bytes that padding takes for the weight. For a linear layer these are all bytes of the padded
-            copy. For all other layers they are the bytes that the additional channels or features take.
-        row_bytes: Bytes, at most, that padding takes per row (token, pixel) of activations in a training step. Again
-            these are whole padded copies for a linear layer, and only the additional channels or features for all
-            other layers.
 
     Examples:
-        >>> finding = amp_kernels.audit.audit(torch.nn.Linear(1001, 512))[0]
-        >>> finding.kind, finding.converts, finding.weight_bytes
-        ('Linear', True, 1032192)
+        >>> print(amp_kernels.audit.audit(torch.nn.Linear(1001, 512))[0])
+        the model, Linear(1001, 512): in_features=1001; amp_kernels.nn.Linear, or in_features=1008
     """
 
     name: str
-    kind: str
     size: str
     cause: str
     remedy: str
-    converts: bool
-    weight_bytes: int
-    row_bytes: int
 
     def __str__(self) -> str:
-        return f"{self.name or 'the model'} ({self.kind}, {self.size}): {self.cause}; {self.remedy}"
+        return f"{self.name or 'the model'}, {self.size}: {self.cause}; {self.remedy}"
 
 
 def audit(model: nn.Module) -> list[Finding]:
     """List the layers of a model whose shapes are slow on tensor cores in fp16 or bf16.
 
     The layers that can be listed are `torch.nn.Linear` and its subclasses (except `amp_kernels.nn.Linear`),
-    transformers' `Conv1D`, convolutions, recurrent layers and cells (`LSTM`, `GRU`, `RNN`),
-    `torch.nn.MultiheadAttention` with all its projections, and embeddings that share the weight of a listed linear
-    layer. Only shapes are read, so the model may be on the meta device.
+    transformers' `Conv1D`, convolutions, recurrent layers and cells (`LSTM`, `GRU`, `RNN`), and
+    `torch.nn.MultiheadAttention` with all its projections. Only shapes are read, so the model may be on the meta
+    device.
 
     Args:
         model: A model of any dtype.
@@ -258,158 +241,58 @@ def audit(model: nn.Module) -> list[Finding]:
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 10), torch.nn.Linear(16, 8))
-        >>> print(amp_kernels.audit.audit(model)[0])
-        0 (Linear, 64 -> 10): out_features=10 (y, dy); amp_kernels.nn.Linear, or 64 -> 16
+        >>> [finding.remedy for finding in amp_kernels.audit.audit(model)]
+        ['amp_kernels.nn.Linear, or out_features=16']
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"audit: model must be a torch.nn.Module, got {reprlib.repr(model)}")
-    findings: list[Finding] = []
-    slow: dict[int, tuple[str, nn.Module]] = {}  # the slow linear layers, by the id of the weight
+    # A parametrized weight is no entry of `_parameters`. Each read of `layer.weight` computes a new tensor.
+    embeddings = {
+        id(layer._parameters["weight"]): name
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Embedding) and "weight" in layer._parameters
+    }
     of_attention = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
+    findings = []
     for name, layer in model.named_modules():
-        if is_lazy(layer._parameters.get("weight")) or id(layer) in of_attention:
+        weight = layer._parameters.get("weight")
+        sizes = {} if is_lazy(weight) or id(layer) in of_attention else _sizes(layer)
+        odd = {which: n for which, n in sizes.items() if n % MULTIPLE}
+        if not odd:
             continue
-        if is_conv1d(layer) or (isinstance(layer, nn.Linear) and not isinstance(layer, Linear)):
-            found = _linear(name, layer)
-            # `_parameters` has no parametrized weight. Such a weight is left out of `slow`, because each read of
-            # `layer.weight` computes a new tensor.
-            weight = layer._parameters.get("weight")
-            if found and weight is not None:
-                slow[id(weight)] = (name, layer)
-        elif isinstance(layer, _ConvNd):
-            found = _conv(name, layer)
-        elif isinstance(layer, nn.RNNBase | nn.RNNCellBase):
-            found = _recurrent(name, layer)
-        else:
-            found = _attention(name, layer) if isinstance(layer, nn.MultiheadAttention) else None
-        findings += [found] if found else []
-    for name, layer in model.named_modules():
-        if isinstance(layer, nn.Embedding) and id(layer.weight) in slow:
-            findings.append(_tied(name, layer, *slow[id(layer.weight)]))
-    order = {name: i for i, (name, _) in enumerate(model.named_modules())}
-    return sorted(findings, key=lambda finding: order[finding.name])
+        remedy = ", ".join(f"{which}={round_up(n, _multiple(layer, which))}" for which, n in odd.items())
+        if isinstance(layer, _ConvNd):
+            remedy += ", channels_last"
+        if id(weight) in embeddings:
+            remedy += f" together with {embeddings[id(weight)]}, which has the same weight"
+        if converts(layer):
+            remedy = f"{_CONVERSION}, or {remedy}"
+        size = f"{type(layer).__name__}({', '.join(map(str, sizes.values()))})"
+        findings.append(Finding(name, size, ", ".join(f"{which}={n}" for which, n in odd.items()), remedy))
+    return findings
 
 
-def _rounded(n: int, multiple: int = MULTIPLE) -> int:
-    return round_up(n, multiple)
+def _sizes(layer: nn.Module) -> dict[str, int]:
+    """Return the arguments of a layer's constructor that are dimensions of its matrices. {} for any other layer."""
+    if is_conv1d(layer):
+        return dict(zip(("nf", "nx"), matrix(layer).shape, strict=True))
+    names: tuple[str, ...] = ()
+    if isinstance(layer, nn.Linear) and not isinstance(layer, Linear):
+        names = "in_features", "out_features"
+    elif isinstance(layer, _ConvNd):
+        names = "in_channels", "out_channels"
+    elif isinstance(layer, nn.RNNBase | nn.RNNCellBase):
+        names = "input_size", "hidden_size", *(["proj_size"] if getattr(layer, "proj_size", 0) else [])
+    elif isinstance(layer, nn.MultiheadAttention):
+        names = ("embed_dim",) if layer._qkv_same_embed_dim else ("embed_dim", "kdim", "vdim")
+    return {name: getattr(layer, name) for name in names}
 
 
-def _linear(name: str, layer: Any) -> Finding | None:
-    if is_conv1d(layer):  # the weight is [in_features, out_features], so its rows are as long as the rows of y
-        (outputs, inputs), of_inputs, of_outputs = matrix(layer).shape, "nx={} (x, dx)", "nf={} (W, y, dW, dy)"
-        weight_bytes = ITEM * inputs * _rounded(outputs) if outputs % MULTIPLE else 0
-    else:
-        inputs, of_inputs = layer.in_features, "in_features={} (x, W, dx, dW)"
-        outputs, of_outputs = layer.out_features, "out_features={} (y, dy)"
-        weight_bytes = ITEM * outputs * _rounded(inputs) if inputs % MULTIPLE else 0
-    odd = {said: size for said, size in ((of_inputs, inputs), (of_outputs, outputs)) if size % MULTIPLE}
-    causes = [said.format(size) for said, size in odd.items()]
-    row_bytes = sum(ITEM * _rounded(size) for size in odd.values())
-    if not causes:
-        return None
-    remedy = f"{_rounded(inputs)} -> {_rounded(outputs)}"
-    if converts(layer):
-        remedy = f"amp_kernels.nn.Linear, or {remedy}"
-    kind, size = type(layer).__name__, f"{inputs} -> {outputs}"
-    return Finding(name, kind, size, ", ".join(causes), remedy, converts(layer), weight_bytes, row_bytes)
-
-
-def _conv(name: str, layer: _ConvNd) -> Finding | None:
-    multiple = math.lcm(MULTIPLE, layer.groups)
-    channels = {"in_channels": layer.in_channels, "out_channels": layer.out_channels}
-    odd = {which: n for which, n in channels.items() if n % MULTIPLE}
-    if not odd:
-        return None
-    rounded = {which: _rounded(n, multiple) if which in odd else n for which, n in channels.items()}
-    cause = ", ".join(f"{which}={n}" for which, n in odd.items())
-    remedy = " -> ".join(map(str, rounded.values())) + ", channels_last"
-    added = math.prod(rounded.values()) - math.prod(channels.values())
-    weight_bytes = ITEM * math.prod(layer.kernel_size) * added // layer.groups
-    row_bytes = ITEM * (sum(rounded.values()) - sum(channels.values()))
-    size = " -> ".join(map(str, channels.values()))
-    return Finding(name, type(layer).__name__, size, cause, remedy, False, weight_bytes, row_bytes)
-
-
-def _recurrent(name: str, layer: Any) -> Finding | None:
-    gates = 4 if isinstance(layer, nn.LSTM | nn.LSTMCell) else 3 if isinstance(layer, nn.GRU | nn.GRUCell) else 1
-    layers, directions = getattr(layer, "num_layers", 1), 1 + getattr(layer, "bidirectional", False)
-    projected = getattr(layer, "proj_size", 0)
-
-    def counted(size: Mapping[str, int]) -> tuple[int, int]:
-        """Return the elements of the weights, and of the activations of a row."""
-        hidden = size["hidden_size"]
-        result = size["proj_size"] if projected else hidden
-        inputs = size["input_size"] + (layers - 1) * directions * result  # the inputs of all layers
-        weights = gates * hidden * (inputs + layers * result) + (layers * result * hidden if projected else 0)
-        return directions * weights, size["input_size"] + layers * directions * (gates * hidden + result)
-
-    weights = {"input_size": ["weight_ih"], "hidden_size": ["weight_ih", "weight_hh"]}
-    if projected:
-        weights = {**weights, "proj_size": ["weight_hh", "weight_hr"]}
-        weights["hidden_size"].append("weight_hr")
-    sizes = {which: getattr(layer, which) for which in weights}
-    rounded = {which: _rounded(n) for which, n in sizes.items()}
-    return _of_parameters(name, layer, sizes, rounded, weights, counted)
-
-
-def _attention(name: str, layer: nn.MultiheadAttention) -> Finding | None:
-    """Look at all four projections. A size of one of them alone cannot be changed."""
-    embed, packed = layer.embed_dim, layer._qkv_same_embed_dim
-
-    def counted(size: Mapping[str, int]) -> tuple[int, int]:
-        embed = size["embed_dim"]
-        inputs = embed + size.get("kdim", embed) + size.get("vdim", embed)
-        return embed * (inputs + embed), inputs + 5 * embed
-
-    weights = {"embed_dim": ["in_proj_weight", "out_proj.weight"]}
-    sizes, rounded = {"embed_dim": embed}, {"embed_dim": _rounded(embed, math.lcm(MULTIPLE, layer.num_heads))}
-    if not packed:
-        weights = {
-            "embed_dim": ["q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj.weight"],
-            "kdim": ["k_proj_weight"],
-            "vdim": ["v_proj_weight"],
-        }
-        sizes |= {"kdim": layer.kdim, "vdim": layer.vdim}
-        rounded |= {which: _rounded(sizes[which]) for which in ("kdim", "vdim")}
-    return _of_parameters(name, layer, sizes, rounded, weights, counted)
-
-
-def _of_parameters(
-    name: str,
-    layer: nn.Module,
-    sizes: Mapping[str, int],
-    rounded: Mapping[str, int],
-    weights: Mapping[str, Sequence[str]],
-    count: Callable[[Mapping[str, int]], tuple[int, int]],
-) -> Finding | None:
-    """Return the finding for a layer that multiplies by several parameters.
-
-    Args:
-        name: The layer's name.
-        layer: The layer.
-        sizes: The arguments of its constructor.
-        rounded: Sizes that are fast.
-        weights: The parameters with a dimension of each size.
-        count: Returns for sizes how many elements the weights have, and how many the activations of a row.
-    """
-    odd = [which for which, n in sizes.items() if n % MULTIPLE]
-    if not odd:
-        return None
-    cause = ", ".join(f"{which}={sizes[which]} ({', '.join(weights[which])})" for which in odd)
-    remedy = ", ".join(f"{which}={rounded[which]}" for which in odd)
-    better = {which: rounded[which] if which in odd else n for which, n in sizes.items()}
-    added, added_to_rows = (ITEM * (new - now) for new, now in zip(count(better), count(sizes), strict=True))
-    size = ", ".join(map(str, sizes.values()))
-    return Finding(name, type(layer).__name__, size, cause, remedy, False, added, added_to_rows)
-
-
-def _tied(name: str, layer: nn.Embedding, other: str, linear: nn.Module) -> Finding:
-    rows, columns = layer.num_embeddings, layer.embedding_dim
-    remedy = f"{_rounded(rows)} x {_rounded(columns)}"
-    if converts(linear):
-        remedy = f"nothing, or {remedy} together with {other}"
-    cause = f"shares the weight of {other}"
-    return Finding(name, type(layer).__name__, f"{rows} x {columns}", cause, remedy, converts(linear), 0, 0)
+def _multiple(layer: Any, size: str) -> int:
+    """Return the number that a fast `size` is a multiple of."""
+    if isinstance(layer, _ConvNd):
+        return math.lcm(MULTIPLE, layer.groups)
+    return math.lcm(MULTIPLE, layer.num_heads) if size == "embed_dim" else MULTIPLE
 
 
 # ------------------------------------------------------------------------------------------------------ command line
@@ -428,22 +311,10 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument(
         "model", metavar="FILE.py:FACTORY", help="a function without arguments that returns the model, or the model"
     )
-    parser.add_argument(
-        "--batch",
-        type=_rows,
-        metavar="ROWS",
-        help="rows of the activations in a step (tokens, pixels); shows the bytes of padding for this many rows",
-    )
-    parser.set_defaults(run=lambda args: run(args.model, args.batch))
+    parser.set_defaults(run=lambda args: run(args.model))
 
 
-def _rows(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"ROWS must be a positive integer, got {text!r}")
-    return int(text)
-
-
-def run(target: str, rows: int | None = None) -> int:
+def run(target: str) -> int:
     """Print the table and a summary. Return 0, or 2 if the model cannot be loaded."""
     try:
         model = _load(target)
@@ -452,36 +323,23 @@ def run(target: str, rows: int | None = None) -> int:
         return 2
     findings = audit(model)
     if findings:
-        headers = ("layer", "class", "size", "slow for", "instead", f"padding{f' at {rows:,} rows' if rows else ''}")
-        print(table(headers, [_cells(finding, rows) for finding in findings]), end="\n\n")
+        rows = [(finding.name or "(the model)", *finding[1:]) for finding in findings]
+        print(table(("layer", "size", "slow for", "instead"), rows), end="\n\n")
     print(_summary(findings))
     if left := left_in_float(model):
         print(_int8(left))
     return 0
 
 
-def _cells(finding: Finding, rows: int | None) -> list[str]:
-    name, kind, size, cause, remedy, _, weight, row = finding
-    if not (weight or row):
-        cost = "none"
-    elif rows is None:
-        cost = " + ".join([f"{weight:,} B"] * bool(weight) + [f"{row:,} B a row"] * bool(row))
-    else:
-        cost = f"{weight + rows * row:,} B"
-    return [name or "(the model)", kind, size, cause, remedy, cost]
-
-
 def _summary(findings: Sequence[Finding]) -> str:
     if not findings:
         return "No layer has a shape that is slow on tensor cores in fp16 or bf16."
-    layers = [finding for finding in findings if finding.kind != "Embedding"]
-    ours = sum(finding.converts for finding in layers)
-    count, rest = len(layers), len(layers) - ours
+    count, ours = len(findings), sum(finding.remedy.startswith(_CONVERSION) for finding in findings)
     parts = []
     if ours:
         parts.append(f"amp_kernels.nn.convert_linear_(model) pads for {ours} of them and changes no shape")
-    if rest:
-        parts.append(f"{rest} must have other sizes to be fast")
+    if count > ours:
+        parts.append(f"{count - ours} must have other sizes to be fast")
     what = "layer has a shape that is" if count == 1 else "layers have shapes that are"
     return f"{count} {what} slow on tensor cores in fp16 or bf16: {'; '.join(parts)}."
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 import amp_kernels
 from amp_kernels import Int8Tensor, reference
-from amp_kernels.testing import randn
+from amp_kernels.testing.common import randn
 from amp_kernels.testing.int8 import integers
 
 from .bench_int8 import Cases, compiled, contender, nearly

@@ -9,7 +9,6 @@ figures.md, in which braces name a cell of a CSV or a table of this module.
 
 from __future__ import annotations
 
-import codecs
 import csv
 import io
 import math
@@ -35,14 +34,11 @@ FASTER, SLOWER, EVEN = "faster", "slower", "no verdict"
 
 
 def read(path: Path) -> list[Row]:
-    """Rows of a CSV, those too that were not timed. Raises a ValueError if there is no text, as spreadsheets write it:
-    UTF-8 with or without a byte order mark, or UTF-16 with one."""
+    """Rows of a CSV, those too that were not timed. Raises a ValueError if there is no text in UTF-8."""
     if path.is_dir():
         raise ValueError(f"{path} must be a CSV file, got a folder")
-    data = path.read_bytes()
-    is_utf_16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     try:
-        text = data.decode("utf-16" if is_utf_16 else "utf-8-sig")
+        text = path.read_bytes().decode("utf-8-sig")  # spreadsheets write a byte order mark
     except UnicodeDecodeError:
         text = "\0"
     if "\0" in text:

@@ -209,7 +209,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def backend(place: str) -> Iterator[str]:
     """The backend's name; operators inside the test run on it."""
     from amp_kernels import use_backend
-    from amp_kernels.testing import rounded_once
+    from amp_kernels.testing.common import rounded_once
 
     name = {**PLACES, **INTERPRETED}[place][0]
     with use_backend(name) if name else rounded_once():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -145,23 +145,9 @@ def error_and_allowed(ours: Tensor, theirs: Tensor, truth: Tensor) -> tuple[floa
     - the same value, which is NaN or the same infinity;
     - a number within a relative 1e-6 of the truth, if fp32 can hold the truth.
 
-    If `ours` is neither, the error is inf. A number near the truth is accepted too, because torch's own kernels do not
-    all overflow at the same inputs. In `torch.optim.RMSprop`, for example, a GPU multiplies the square `g * g` by
-    `1 - alpha`, but a CPU multiplies `(1 - alpha) * g` by `g`.
-
-    Args:
-        ours: The result.
-        theirs: torch's result for the same inputs in the same dtype.
-        truth: The result in fp64.
-
-    Returns:
-        The tuple `(error, allowed)`. If the shapes differ, the error is inf.
-
-    Examples:
-        >>> from amp_kernels import testing
-        >>> x = torch.ones(3)
-        >>> testing.error_and_allowed(x, x, x.double())
-        (0.0, 1e-07)
+    If `ours` is neither, or if shapes differ, the error is inf. A number near the truth is accepted too, because
+    torch's own kernels do not all overflow at the same inputs. In `torch.optim.RMSprop`, for example, a GPU multiplies
+    the square `g * g` by `1 - alpha`, but a CPU multiplies `(1 - alpha) * g` by `g`.
     """
     ours, theirs, truth = (x.detach().double().flatten() for x in (ours, theirs, truth))
     if ours.shape != theirs.shape:
@@ -203,21 +189,9 @@ def compare(name: str, ours: Sequence[Tensor], theirs: Sequence[Tensor], truth: 
 
 
 def differing(ours: Tensor, expected: Tensor) -> int:
-    """Return the number of elements that differ.
+    """Return the number of elements that differ. If shapes or dtypes differ, all elements count as different.
 
     0.0 differs from -0.0. All NaNs are equal.
-
-    Args:
-        ours: A tensor.
-        expected: Another tensor. If shapes or dtypes differ, all elements count as different.
-
-    Returns:
-        The number.
-
-    Examples:
-        >>> from amp_kernels import testing
-        >>> testing.differing(torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0]))
-        1
     """
     if ours.shape != expected.shape or ours.dtype != expected.dtype:
         return max(ours.numel(), expected.numel(), 1)
@@ -230,20 +204,7 @@ def _equal(ours: Tensor, expected: Tensor) -> Tensor:
 
 
 def changed(before: Tensor, after: Tensor) -> int:
-    """Return the number of elements with a changed bit.
-
-    Args:
-        before: A tensor of 16- or 32-bit elements.
-        after: Another tensor of the same shape and dtype.
-
-    Returns:
-        The number.
-
-    Examples:
-        >>> from amp_kernels import testing
-        >>> testing.changed(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]))
-        1
-    """
+    """Return the number of elements with a changed bit, of 16 or 32 bits each."""
     return int((_bits(before) != _bits(after)).sum())
 
 
@@ -256,19 +217,6 @@ def written_outside(view: Tensor) -> int:
 
     The functions in `LAYOUTS` fill this memory with NaN, or with the smallest integer of the dtype. This function
     counts the elements that no longer have this value. It overwrites the view.
-
-    Args:
-        view: A tensor in one of `LAYOUTS`.
-
-    Returns:
-        The number; 0 for a tensor that is not a view.
-
-    Examples:
-        >>> from amp_kernels import testing
-        >>> view = testing.LAYOUTS["sliced"](torch.ones(1, 1, 2, 3))
-        >>> view._base[..., 0] = 0
-        >>> testing.written_outside(view)
-        2
     """
     if view._base is None:
         return 0
@@ -303,23 +251,13 @@ def generator(seed: int) -> torch.Generator:
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     """Return a CPU tensor of normally distributed random numbers, the same on every machine.
 
-    Args:
-        *shape: Sizes.
-        dtype: The numbers are drawn in fp32, then rounded to this dtype.
-        seed: Seed of the generator.
-
-    Returns:
-        The tensor.
-
-    Examples:
-        >>> from amp_kernels import testing
-        >>> torch.equal(testing.randn(2, 3), testing.randn(2, 3))
-        True
+    The numbers are drawn in fp32, then rounded to `dtype`.
     """
     return torch.randn(shape, generator=generator(seed)).to(dtype)
 
 
-def _poison_around(x: Tensor, shape: Sequence[int], index: Any) -> Tensor:
+def surrounded(x: Tensor, shape: Sequence[int], index: Any) -> Tensor:
+    """Copy `x` into the part `[index]` of a tensor of this shape, whose other elements are NaN or the least integer."""
     return torch.full(tuple(shape), _poison(x.dtype), dtype=x.dtype, device=x.device)[index].view_as(x).copy_(x)
 
 
@@ -328,9 +266,9 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "transposed": lambda x: x.mT.clone(memory_format=torch.contiguous_format).mT,
     "channels_last": lambda x: x.clone(memory_format=torch.channels_last),
     "reversed": lambda x: x.permute(3, 2, 1, 0).clone(memory_format=torch.contiguous_format).permute(3, 2, 1, 0),
-    "sliced": lambda x: _poison_around(x, (*x.shape[:-1], x.shape[-1] + 5), (..., slice(2, -3))),
-    "every_other": lambda x: _poison_around(x, (*x.shape[:-1], 2 * x.shape[-1]), (..., slice(None, None, 2))),
-    "misaligned": lambda x: _poison_around(x, (x.numel() + 2,), slice(1, -1)),
+    "sliced": lambda x: surrounded(x, (*x.shape[:-1], x.shape[-1] + 5), (..., slice(2, -3))),
+    "every_other": lambda x: surrounded(x, (*x.shape[:-1], 2 * x.shape[-1]), (..., slice(None, None, 2))),
+    "misaligned": lambda x: surrounded(x, (x.numel() + 2,), slice(1, -1)),
 }
 """Functions that copy a tensor of four dimensions into another layout.
 
@@ -374,20 +312,7 @@ def of_sizes(dtype: torch.dtype, sizes: Sequence[int] = SIZES, seed: int = 0) ->
 
 
 def mixed(seed: int = 0, factor: float = 1.0) -> list[Tensor]:
-    """Return tensors of all `SIZES` and 0-dim ones, with dtypes that alternate between fp32, fp16 and bf16.
-
-    Args:
-        seed: Seed of the random numbers.
-        factor: The random numbers are multiplied by this.
-
-    Returns:
-        The list.
-
-    Examples:
-        >>> from amp_kernels import testing
-        >>> [x.dtype for x in testing.mixed()[:3]]
-        [torch.float32, torch.float16, torch.bfloat16]
-    """
+    """Return random tensors of all `SIZES` and 0-dim ones, with dtypes that alternate between fp32, fp16 and bf16."""
     cycle = list(DTYPES.values())
     tensors = [randn(n, dtype=cycle[i % 3], seed=seed + n) for i, n in enumerate((*SIZES, *SIZES[:-1], 0, 5))]
     return [factor * x for x in (*tensors, *(randn(dtype=dtype, seed=seed) for dtype in cycle))]
@@ -449,12 +374,6 @@ def rounded_once() -> Iterator[None]:
 
     By default cuBLAS may split a sum and round the parts to 16 bits. The rule of `error_and_allowed` does not allow for
     those roundings.
-
-    Examples:
-        >>> from amp_kernels import testing
-        >>> with testing.rounded_once():
-        ...     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
-        False
     """
     settings = torch.backends.cuda.matmul
     names = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
@@ -509,3 +428,11 @@ class Case(NamedTuple):
         """
         with rounded_once() if backend == "default" else use_backend(backend):
             return list(self.body(torch.device(device or ("cuda" if backend == "cuda" else "cpu"))))
+
+
+def by_operator(cases: Iterable[Case]) -> dict[str, tuple[Case, ...]]:
+    """Return the cases of each operator, by the operator's name."""
+    found: dict[str, list[Case]] = {}
+    for case in cases:
+        found.setdefault(case.op, []).append(case)
+    return {op: tuple(of_op) for op, of_op in found.items()}

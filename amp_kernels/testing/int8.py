@@ -18,7 +18,22 @@ from torch import Tensor
 
 from .. import reference
 from ..functional import Int8Tensor, dequantize_int8, fake_quantize_int8, int8_conv2d, int8_matmul, quantize_int8
-from .common import DTYPES, LAYOUTS, SHAPE, Case, Result, exact, generator, place, randn, same_kind, unchanged, within
+from .common import (
+    DTYPES,
+    LAYOUTS,
+    SHAPE,
+    Case,
+    Result,
+    by_operator,
+    exact,
+    generator,
+    place,
+    randn,
+    same_kind,
+    surrounded,
+    unchanged,
+    within,
+)
 
 # Arguments of `quantize_int8` that say which elements of a 4-dimensional input share a scale.
 GROUPS: dict[str, dict[str, Any]] = {
@@ -113,6 +128,14 @@ def _dims(options: dict[str, Any]) -> dict[str, Any]:
     return {**options, "dim": (dim,) if isinstance(dim, int) else dim}
 
 
+def _named(options: dict[str, Any]) -> str:
+    return ", ".join(f"{k}={v}" for k, v in options.items())
+
+
+def _moved(arguments: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    return {name: value.to(device) if isinstance(value, Tensor) else value for name, value in arguments.items()}
+
+
 Make = Callable[[], Tensor]
 
 
@@ -125,7 +148,7 @@ def _quantize(make: Make, layout: str, all_options: Sequence[dict[str, Any]], de
     laid_out = place([x], device, layout)[0]
     before = laid_out.clone()
     for options in all_options:
-        name = ", ".join(f"{k}={v}" for k, v in options.items())
+        name = _named(options)
         expected = _Made(*reference.quantize_int8(x, **_dims(options)))
         ours = quantize_int8(laid_out, rounding=_rounding(options.get("seed")), **options)
         yield from _compare_codes(name, ours, expected)
@@ -142,15 +165,15 @@ def _static(
     zero = None if zero_point is None else torch.full_like(scale, zero_point, dtype=torch.int32)
     given: dict[str, Any] = {"block_size": block, "seed": seed, "scale": scale, "zero_point": zero}
     expected = _Made(*reference.quantize_int8(x, **given))
-    moved: dict[str, Any] = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in given.items()}
-    yield from _compare_codes("static", quantize_int8(x.to(device), rounding=_rounding(seed), **moved), expected)
+    ours = quantize_int8(x.to(device), rounding=_rounding(seed), **_moved(given, device))
+    yield from _compare_codes("static", ours, expected)
 
 
 def _dequantize(
     dtype: torch.dtype, layout: str, all_options: Sequence[dict[str, Any]], device: torch.device
 ) -> Iterator[Result]:
     for options in all_options:
-        name = ", ".join(f"{k}={v}" for k, v in options.items())
+        name = _named(options)
         made = _Made(*reference.quantize_int8(randn(*SHAPE), **_dims(options)))
         block = options.get("block_size")
         # Scales at the limits: NaN is the scale of a group that held NaN. 3e38 is nearly the largest number of fp32.
@@ -167,7 +190,7 @@ def _fake(make: Make, layout: str, all_options: Sequence[dict[str, Any]], device
     x = make()
     laid_out = place([x], device, layout)[0]
     for options in all_options:
-        name = ", ".join(f"{k}={v}" for k, v in options.items())
+        name = _named(options)
         expected, scale, zero = reference.fake_quantize_int8(x, **_dims(options))
         leaf = laid_out.detach().requires_grad_()
         ours = fake_quantize_int8(leaf, **options)
@@ -208,29 +231,19 @@ SHAPES = (
     (1, 1, 1), (1, 5, 0), (1, 64, 64), (1, 127, 1023), (3, 2, 7), (8, 8, 8), (16, 16, 16), (17, 33, 65), (63, 65, 31),
     (64, 64, 64), (128, 96, 130), (130, 129, 127), (257, 7, 9), (5, 257, 96), (2, 1000, 5),
 )  # fmt: skip
-INT8_LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "contiguous": Tensor.clone,
-    "transposed": lambda x: x.mT.clone(memory_format=torch.contiguous_format).mT,
-    "sliced": lambda x: _surrounded(x, (*x.shape[:-1], x.shape[-1] + 5), (..., slice(2, -3))),
-    "every_other": lambda x: _surrounded(x, (*x.shape[:-1], 2 * x.shape[-1]), (..., slice(None, None, 2))),
-    "misaligned": lambda x: _surrounded(x, (x.numel() + 2,), slice(1, -1)),
-}
+INT8_LAYOUTS = {name: LAYOUTS[name] for name in ("contiguous", "transposed", "sliced", "every_other", "misaligned")}
 
 
 # NCHW: the codes of an image as torch stores it by default.
 CONV_LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "contiguous": Tensor.clone,
+    "contiguous": LAYOUTS["contiguous"],
     "nchw": lambda x: x.permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1),
-    "sliced": lambda x: _surrounded(x, (*x.shape[:-1], x.shape[-1] + 5), (..., slice(2, -3))),
-    "cropped": lambda x: _surrounded(
+    "sliced": LAYOUTS["sliced"],
+    "cropped": lambda x: surrounded(
         x, (x.shape[0], x.shape[1] + 2, x.shape[2] + 3, x.shape[3]), (slice(None), slice(1, -1), slice(2, -1))
     ),
-    "misaligned": lambda x: _surrounded(x, (x.numel() + 2,), slice(1, -1)),
+    "misaligned": LAYOUTS["misaligned"],
 }
-
-
-def _surrounded(x: Tensor, shape: Sequence[int], index: Any) -> Tensor:
-    return torch.full(tuple(shape), 111, dtype=x.dtype, device=x.device)[index].view_as(x).copy_(x)
 
 
 def integers(*shape: int, seed: int = 0) -> Tensor:
@@ -250,6 +263,14 @@ def _operand(rows: int, columns: int, per: int | None, zeros: bool, seed: int) -
     return _Made(integers(rows, columns, seed=seed + 2), scale, zero)
 
 
+def _out(dtype: torch.dtype) -> dict[str, Any]:
+    """Return the arguments of an operator for a result of this dtype."""
+    if dtype is not torch.int8:
+        return {"out_dtype": dtype}
+    zero_point = torch.tensor(-7, dtype=torch.int32)
+    return {"out_dtype": torch.float32, "out_scale": torch.tensor(30.0), "out_zero_point": zero_point}
+
+
 def _product(
     sizes: tuple[int, int, int], layouts: tuple[str, str], per: bool, zeros: tuple[bool, bool], out: torch.dtype,
     extreme: bool, device: torch.device,
@@ -264,13 +285,9 @@ def _product(
         for layout, (v, s, z) in zip(layouts, (a, b), strict=True)
     ]
     for bias in (None, randn(n, seed=30)):
-        dtype = torch.float32 if out is torch.int8 else out
-        final: dict[str, Any] = {"out_dtype": dtype}
-        if out is torch.int8:
-            final |= {"out_scale": torch.tensor(30.0), "out_zero_point": torch.tensor(-7, dtype=torch.int32)}
-        expected = reference.int8_matmul(a.values, b.values, *a[1:], *b[1:], bias=bias, **final)
-        moved: dict[str, Any] = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in final.items()}
-        ours = int8_matmul(*on_device, bias=None if bias is None else bias.to(device), **moved)
+        final = {"bias": bias, **_out(out)}
+        expected = reference.int8_matmul(a.values, b.values, *a[1:], *b[1:], **final)
+        ours = int8_matmul(*on_device, **_moved(final, device))
         yield exact(f"bias {bias is not None}", ours, expected)
 
 
@@ -333,12 +350,9 @@ def _convolution(
     kernel = Int8Tensor(CONV_LAYOUTS[layout](weight.to(device)), weight_scale.to(device))
     steps: dict[str, Any] = {"stride": conv.stride, "padding": conv.padding, "dilation": conv.dilation}
     for bias in (None, randn(conv.outputs, seed=6)):
-        final: dict[str, Any] = {"out_dtype": torch.float32 if out is torch.int8 else out}
-        if out is torch.int8:
-            final |= {"out_scale": torch.tensor(30.0), "out_zero_point": torch.tensor(-7, dtype=torch.int32)}
-        expected = reference.int8_conv2d(x, weight, scale, zero, weight_scale, bias=bias, **steps, **final)
-        moved: dict[str, Any] = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in final.items()}
-        ours = int8_conv2d(q, kernel, bias=None if bias is None else bias.to(device), **steps, **moved)
+        final = {"bias": bias, **steps, **_out(out)}
+        expected = reference.int8_conv2d(x, weight, scale, zero, weight_scale, **final)
+        ours = int8_conv2d(q, kernel, **_moved(final, device))
         yield exact(f"bias {bias is not None}", ours, expected)
         yield same_kind("kind", ours, expected.shape, expected.dtype)
 
@@ -523,9 +537,4 @@ def _convolution_cases() -> Iterator[Case]:
         yield case(change, CONVOLUTIONS["strided"], "int8", "contiguous", True, True, change)
 
 
-def _by_operator() -> dict[str, tuple[Case, ...]]:
-    cases = [*_quantize_cases(), *_static_cases(), *_other_cases(), *_convolution_cases()]
-    return {op: tuple(case for case in cases if case.op == op) for op in dict.fromkeys(case.op for case in cases)}
-
-
-CASES = _by_operator()
+CASES = by_operator([*_quantize_cases(), *_static_cases(), *_other_cases(), *_convolution_cases()])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from ..backends import forced
 from ..functional import addmm, linear, matmul
 from ..functional.matmul import rounds_before_activation
 from ..reference.matmul import activate
-from .common import DTYPES, Case, Result, randn, same_kind, within
+from .common import DTYPES, Case, Result, by_operator, randn, same_kind, surrounded, within
 
 LOW = {name: dtype for name, dtype in DTYPES.items() if dtype is not torch.float32}
 SIZES = (0, 1, 7, 8, 9, 16, 17, 63, 64, 65, 127, 128, 129, 1023)
@@ -27,23 +27,17 @@ LONG = (4095, 50257)
 ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh")
 
 
-def _nan_around(x: Tensor, shape: Sequence[int], index: Any) -> Tensor:
-    return torch.full(tuple(shape), math.nan, dtype=x.dtype, device=x.device)[index].view_as(x).copy_(x)
-
-
 # Functions that copy a matrix, or a batch of matrices, into another layout. If the layout leaves memory between or
 # around the elements, that memory is NaN.
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "row": Tensor.clone,
     "column": lambda x: x.mT.clone(memory_format=torch.contiguous_format).mT,
-    "padded": lambda x: _nan_around(x, (*x.shape[:-1], -(-x.shape[-1] // 8) * 8 + 8), (..., slice(x.shape[-1]))),
+    "padded": lambda x: surrounded(x, (*x.shape[:-1], -(-x.shape[-1] // 8) * 8 + 8), (..., slice(x.shape[-1]))),
     "padded_column": lambda x: LAYOUTS["padded"](x.mT).mT,
-    "odd_pitch": lambda x: _nan_around(
-        x, (*x.shape[:-1], x.shape[-1] + 5 + x.shape[-1] % 2), (..., slice(x.shape[-1]))
-    ),
-    "offset": lambda x: _nan_around(x, (*x.shape[:-1], x.shape[-1] + 3), (..., slice(1, -2))),
-    "every_other": lambda x: _nan_around(x, (*x.shape[:-1], 2 * x.shape[-1]), (..., slice(None, None, 2))),
-    "every_other_row": lambda x: _nan_around(
+    "odd_pitch": lambda x: surrounded(x, (*x.shape[:-1], x.shape[-1] + 5 + x.shape[-1] % 2), (..., slice(x.shape[-1]))),
+    "offset": lambda x: surrounded(x, (*x.shape[:-1], x.shape[-1] + 3), (..., slice(1, -2))),
+    "every_other": lambda x: surrounded(x, (*x.shape[:-1], 2 * x.shape[-1]), (..., slice(None, None, 2))),
+    "every_other_row": lambda x: surrounded(
         x, (*x.shape[:-2], 2 * x.shape[-2], x.shape[-1]), (..., slice(None, None, 2), slice(None))
     ),
 }
@@ -213,9 +207,4 @@ def _cases() -> Iterator[Case]:
             yield case("linear", f"{activation}_no_bias", _linear, (18, 21, 30), activation, plain, False, dtype)
 
 
-def _by_operator() -> dict[str, tuple[Case, ...]]:
-    cases = list(_cases())
-    return {op: tuple(case for case in cases if case.op == op) for op in dict.fromkeys(case.op for case in cases)}
-
-
-CASES = _by_operator()
+CASES = by_operator(_cases())

@@ -150,16 +150,6 @@ class UpdateInputs:
         masters: `"full"` for fp32 masters; `"split"` for masters that are stored as a remainder of the weight (an int16
             tensor); `"both"` if the first of every three masters is split, and the other two are full.
         noise: Standard deviation of the small random numbers.
-
-    Examples:
-        >>> from amp_kernels import testing
-        >>> inputs = testing.UpdateInputs("sgd_", [torch.ones(2)], {})
-        >>> grads = [torch.full((2,), 2.0)]
-        >>> theirs = inputs.torch_optimizer(torch.float32)
-        >>> inputs.step(grads)
-        >>> testing.torch_step(theirs, grads)
-        >>> torch.allclose(inputs.params[0], theirs.param_groups[0]["params"][0])
-        True
     """
 
     def __init__(
@@ -194,91 +184,38 @@ class UpdateInputs:
         return UPDATES[self.op.removesuffix("_")]
 
     def step(self, grads: Sequence[Tensor], *, first: bool = True, **arguments: Any) -> None:
-        """Call the functional update once.
-
-        Args:
-            grads: One gradient per parameter.
-            first: Whether this is the first step.
-            **arguments: Arguments of the update, in place of those from the options.
-        """
+        """Call the functional update once. `arguments` replace those from the options."""
         lists = {f"{name}s": tensors for name, tensors in self.states.items()}
         self.steps_taken = 0 if first else self.steps_taken + 1
         options = self._update.arguments({**self.options, "lr": 0.1}, steps_taken=self.steps_taken)
         self._update.function(self.params, grads, masters=self.masters, **lists, **{**options, **arguments})
 
     def fp32(self) -> list[Tensor]:
-        """Return, for each parameter, the fp32 tensor that the update changes.
+        """Return, for each parameter, the fp32 tensor that the update changes: the parameter itself or its master.
 
-        Returns:
-            fp32 parameters, masters of 16-bit parameters, and fp32 copies of masters that are stored as remainders.
-
-        Examples:
-            >>> from amp_kernels import testing
-            >>> inputs = testing.UpdateInputs("sgd_", [torch.ones(2, dtype=torch.bfloat16)], {}, masters="split")
-            >>> inputs.fp32()[0].dtype, inputs.masters[0].dtype
-            (torch.float32, torch.int16)
+        Of masters that are stored as remainders these are fp32 copies.
         """
         masters = iter(self.masters)
         return [fp32_of(p, None if p.dtype is torch.float32 else next(masters)) for p in self.params]
 
     def written(self) -> list[Tensor]:
-        """Return all tensors that a step may write.
-
-        Returns:
-            Parameters, masters and states.
-
-        Examples:
-            >>> from amp_kernels import testing
-            >>> len(testing.UpdateInputs("sgd_", [torch.ones(2)], {"momentum": 0.9}).written())
-            2
-        """
+        """Return all tensors that a step may write: parameters, masters and states."""
         return [*self.params, *self.masters, *(x for state in self.states.values() for x in state)]
 
     def torch_optimizer(self, dtype: torch.dtype, lr: float = 0.1) -> torch.optim.Optimizer:
-        """Return torch's optimizer with the same options on copies of the masters.
-
-        Args:
-            dtype: fp32 or fp64.
-            lr: Learning rate.
-
-        Returns:
-            The optimizer.
-        """
+        """Return torch's optimizer with the same options on copies of the masters."""
         params = [torch.nn.Parameter(x.to(dtype, copy=True)) for x in self.fp32()]
         return self._update.plain(params, lr, self.options)
 
     def weight_results(self) -> Iterator[Result]:
-        """Compare 16-bit weights with their rounded masters.
-
-        Returns:
-            An iterator over a `Result` per 16-bit parameter.
-
-        Examples:
-            >>> from amp_kernels import testing
-            >>> inputs = testing.UpdateInputs("sgd_", [torch.ones(2, dtype=torch.bfloat16)], {})
-            >>> [result.passed for result in inputs.weight_results()]
-            [True]
-        """
+        """Compare 16-bit weights with their rounded masters."""
         for i, (param, fp32) in enumerate(zip(self.params, self.fp32(), strict=True)):
             if param is not fp32:
                 yield exact(f"params[{i}] from master", param, fp32.to(param.dtype))
 
 
 def torch_step(optimizer: torch.optim.Optimizer, grads: Sequence[Tensor], scale: float | None = None) -> None:
-    """Take a step of a torch optimizer with gradients of any dtype.
-
-    Args:
-        optimizer: The optimizer, with one parameter group.
-        grads: One gradient per parameter. They are cast to the dtype of the parameters.
-        scale: The cast gradients are divided by this number.
-
-    Examples:
-        >>> from amp_kernels import testing
-        >>> weight = torch.nn.Parameter(torch.ones(1))
-        >>> testing.torch_step(torch.optim.SGD([weight], lr=0.5), [torch.ones(1, dtype=torch.bfloat16)], scale=2.0)
-        >>> weight.data
-        tensor([0.7500])
-    """
+    """Take a step of a torch optimizer with gradients of any dtype, divided by `scale` after the cast."""
     params = optimizer.param_groups[0]["params"]
     for param, grad in zip(params, grads, strict=True):
         value = grad.to(param.dtype, copy=True)

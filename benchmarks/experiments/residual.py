@@ -56,7 +56,6 @@ COLOURS = {**accuracy.COLOURS, AUTOCAST_BF16: "tab:pink"}
 LARGE, REORDERED, SPLIT, MANY = "32 x 1", "32 x 1, other order", "16 x 2", "4 x 8"
 PARTS = {LARGE: 1, REORDERED: 1, SPLIT: 2, MANY: 8}
 ACCUMULATED = {way: parts for way, parts in PARTS.items() if parts > 1}
-GHOSTS = "32 x 1, ghost batch norm"
 TRAINED, ADDED, STATISTICS, GRADIENT = "precision", "accumulation", "statistics", "gradient"
 DTYPES = {"fp32": FP32, "bf16": BF16, "fp16": FP16}
 SCALE = 2.0**12  # of fp16's loss, a power of two: it rounds nothing

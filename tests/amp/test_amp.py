@@ -25,6 +25,7 @@ from optim_cases import FULL, TORCH, randn
 from torch import Tensor
 
 from amp_kernels import GradScaler, amp
+from amp_kernels.integrations import apex
 from amp_kernels.optim import FusedAdamW, FusedRMSprop, FusedSGD
 from amp_kernels.optim._base import FusedOptimizer
 
@@ -35,7 +36,7 @@ STEPS, OVERFLOW = 20, 5
 @pytest.fixture(autouse=True)
 def once_a_test(monkeypatch):
     """Tests begin as a process does, before `initialize`."""
-    monkeypatch.setattr(amp, "_set_up", None)
+    monkeypatch.setattr(apex, "_set_up", None)
 
 
 def network(device: Any = "cpu", seed: int = 0) -> torch.nn.Module:
@@ -593,31 +594,68 @@ def test_arguments_of_any_name():
     assert list(inspect.signature(net.forward).parameters) == ["dtype", "model", "self_", "autocast"]
 
 
-@dataclasses.dataclass
-class Output:
-    logits: Tensor
-    hidden: list[Tensor]
-    name: str = "x"
-
-
 class Containers(torch.nn.Module):
     def forward(self, x, head, cache):
         assert head.weight.dtype is torch.float32
         cache.append(1)
         found = collections.defaultdict(list, logits=[x])
-        return Output(x, [x]), found, torch.max(x, 0), head
+        return found, torch.max(x, 0), head
 
 
 def test_containers_keep_their_classes_and_modules_their_weights():
     net = amp.initialize(Containers(), opt_level="O2", verbosity=0)
     head, cache = torch.nn.Linear(2, 2), []
-    output, found, largest, same = net(torch.ones(3, 2), head, cache)
+    found, largest, same = net(torch.ones(3, 2), head, cache)
     assert same is head and head.weight.dtype is torch.float32 and cache == [1]
-    assert isinstance(output, Output) and output.name == "x" and type(found) is collections.defaultdict
-    assert {output.logits.dtype, output.hidden[0].dtype, found["logits"][0].dtype, largest.values.dtype} == {
-        torch.float32
-    }
+    assert type(found) is collections.defaultdict
+    assert found["logits"][0].dtype is largest.values.dtype is torch.float32
     assert found["other"] == [] and largest.indices.dtype is torch.int64
+
+
+@dataclasses.dataclass
+class Output:
+    name: str
+    hidden: list[Tensor]
+
+
+@dataclasses.dataclass
+class Slots:
+    __slots__ = ("hidden",)
+    hidden: list[Tensor]
+
+
+class Batch:
+    def __init__(self, hidden: list[Tensor]) -> None:
+        self.hidden = hidden
+
+    def to(self, dtype: torch.dtype) -> Batch:
+        raise AssertionError("may cast integers too")
+
+
+class Wraps(torch.nn.Module):
+    """Returns in an object what it takes in one."""
+
+    def __init__(self, wrap: Callable[[list[Tensor]], Any]) -> None:
+        super().__init__()
+        self.wrap = wrap
+
+    def forward(self, given: Any, dtype: torch.dtype) -> list[Any]:
+        return [self.wrap([given.hidden[0].to(dtype)])]
+
+
+@pytest.mark.parametrize("wrap", [functools.partial(Output, "x"), Slots, Batch], ids=["dataclass", "slots", "to"])
+def test_other_objects_must_have_the_dtypes_of_the_level(wrap):
+    """They are passed on as they are. An fp16 loss is never silent."""
+    net = amp.initialize(Wraps(wrap), opt_level="O2", verbosity=0)
+    of_fp16 = wrap([torch.ones(2).half()])
+    (same,) = net(of_fp16, torch.float32)
+    assert type(same) is type(of_fp16) and same.hidden[0].dtype is torch.float32
+    with pytest.raises(TypeError, match=r"inside a \w+ must be torch.float32, got another dtype in hidden; cast them"):
+        net(of_fp16, torch.float16)
+    with pytest.raises(TypeError, match=r"inside a \w+ must be torch.float16, got another dtype in hidden; cast them"):
+        net(wrap([torch.ones(2)]), torch.float32)
+    under_autocast = amp.initialize(Wraps(wrap), opt_level="O1", verbosity=0)
+    assert under_autocast(wrap([torch.ones(2).double()]), torch.float32)[0].hidden[0].dtype is torch.float32
 
 
 # ---------------------------------------------------------------------------------------------------------- once again
@@ -703,7 +741,7 @@ def test_checkpoints_go_on_bit_for_bit(monkeypatch):
         backward(net, optimizer, step, torch.inf if step == 1 else 1.0)
         optimizer.step(), optimizer.zero_grad()
     saved = copy.deepcopy((net.state_dict(), optimizer.state_dict(), amp.state_dict()))
-    monkeypatch.setattr(amp, "_set_up", None)
+    monkeypatch.setattr(apex, "_set_up", None)
     other, other_optimizer = prepared("O2", max_loss_scale=512.0)
     other.load_state_dict(saved[0]), other_optimizer.load_state_dict(saved[1]), amp.load_state_dict(saved[2])
     assert scale_of() == 256
@@ -711,7 +749,7 @@ def test_checkpoints_go_on_bit_for_bit(monkeypatch):
         backward(other, other_optimizer, step)
         other_optimizer.step(), other_optimizer.zero_grad()
     final = scale_of()
-    monkeypatch.setattr(amp, "_set_up", None)
+    monkeypatch.setattr(apex, "_set_up", None)
     third, third_optimizer = prepared("O2", max_loss_scale=512.0)
     for step in range(6):
         backward(third, third_optimizer, step, torch.inf if step == 1 else 1.0)
@@ -738,7 +776,7 @@ def test_state_dicts_of_apex_load():
 def test_a_checkpoint_brings_no_bounds(monkeypatch, saved, options, scale):
     prepared("O1", **saved)
     state = amp.state_dict()
-    monkeypatch.setattr(amp, "_set_up", None)
+    monkeypatch.setattr(apex, "_set_up", None)
     net, optimizer = prepared("O1", **options)
     amp.load_state_dict(state)
     assert scale_of() == scale
@@ -806,7 +844,7 @@ def test_errors_are_sentences(name):
     call, error, message = SENTENCES[name]
     with pytest.raises(error, match=message):
         call()
-    assert amp._set_up is None
+    assert apex._set_up is None
 
 
 @pytest.mark.parametrize("bad", ["another", "differentiable", "subclass", "level"])

@@ -107,12 +107,6 @@ def test_fresh_memory_leaves_malloc_alone_and_has_a_folder_of_its_own(options, i
     assert (bool(calls), folder.name.endswith("-fresh-memory")) == (is_kept, not is_kept)
 
 
-def test_quick_runs_have_folders_of_their_own(common, monkeypatch, tmp_path):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    folders = [common.results_folder(torch.device("cpu"), is_quick=True) for _ in range(2)]
-    assert sorted(folder.parent for folder in folders) == sorted(tmp_path.iterdir()) and folders[0] != folders[1]
-
-
 def test_ratios_are_of_rounds_as_memory_may_have_two_speeds(common):
     slow_rounds = [False, True, False, True, True]
     ours = [2.0 if slow else 1.0 for slow in slow_rounds]
@@ -268,23 +262,6 @@ def test_every_peer_of_a_csv_is_named_and_no_exception(summary):
     for gpu in gpus:
         assert "masters by hand, compiled (sgd)" in gpu
     assert "flashoptim FlashSGD: 26.6x (1000 x 64, float16, 64,000 elements), 0.715x (float16, 1,000,000" in gpus[1]
-
-
-@pytest.mark.parametrize(
-    ("note", "words"),
-    [
-        ("ModuleNotFoundError: No module named 'nosuch.optim'", "nosuch is not installed"),
-        ("RuntimeError: left out below 10 elements", "left out below 10 elements"),
-        ("NotImplementedError: Quantization requires a CUDA device.", "runs on CUDA only"),
-        ("AttributeError: module 'a.optim' has no attribute 'SGD8bit'", "a has no SGD8bit"),
-        ("KeyError: 'x'", "failed in this run, as the note in the CSV says"),
-        ("OutOfMemoryError", "failed in this run, as the note in the CSV says"),
-        ("needs about 9.1 GB, 2.0 GB are free", "needs about 9.1 GB, 2.0 GB are free"),
-        ("wrong: error 1", "wrong: error 1"),
-    ],
-)
-def test_a_reason_is_in_words(note, words, summary):
-    assert summary.reason(note) == words
 
 
 CASE = {
@@ -623,29 +600,18 @@ def test_bench_prints_json(tmp_path, capsys, monkeypatch):
     assert {"name": "absent", "why": "nosuch is not installed", "cases": 2} in document["not_timed"]
 
 
-@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-be"])
-def test_another_run_may_come_from_a_spreadsheet(encoding, tmp_path):
-    write(tmp_path / "sgd.csv", ("amp_kernels FusedSGD", "1.6", "1.0"))
-    text = (tmp_path / "sgd.csv").read_text()
-    mark = "\ufeff" if encoding.endswith("be") else ""
-    (tmp_path / "sgd.csv").write_bytes((mark + text).encode(encoding))
-    (row,) = bench._earlier(tmp_path).values()
-    assert row["median_ms"] == "1.6"
-
-
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
         (None, "sgd.csv must be a CSV file, got a folder"),
         ("fast", "median_ms must be a positive number in all of .*sgd.csv, got 'fast'"),
-        ("1,6", "median_ms must be a positive number in all of .*sgd.csv, got '1,6'"),
         ("0", "median_ms must be a positive number in all of .*sgd.csv, got '0'"),
         ("nan", "median_ms must be a positive number in all of .*sgd.csv, got 'nan'"),
         (b"benchmark,contender\nsgd,\xff\xfa", "sgd.csv must be text in UTF-8, got other bytes"),
         ("benchmark,contender\n".encode("utf-16-le"), "sgd.csv must be text in UTF-8, got other bytes"),
         (b"benchmark;contender\nsgd;amp_kernels\n", "--compare must be a folder with the CSVs of another run"),
     ],
-    ids=["folder", "text", "comma", "zero", "nan", "bytes", "no mark", "semicolons"],
+    ids=["folder", "text", "zero", "nan", "bytes", "no mark", "semicolons"],
 )
 def test_another_run_that_cannot_be_read_is_told_before_any_case_runs(content, sentence, tmp_path, capsys, monkeypatch):
     path = tmp_path / "sgd.csv"
@@ -660,14 +626,6 @@ def test_another_run_that_cannot_be_read_is_told_before_any_case_runs(content, s
     assert bench.bench(["sgd"], compare=tmp_path, out=tmp_path / "out") == 2
     told = capsys.readouterr().err
     assert told.startswith("bench: --compare") and re.search(sentence, told) and told.count("\n") == 1
-
-
-def test_bench_names_the_pip_line_of_missing_peers(summary, tmp_path, capsys):
-    write(tmp_path / "sgd.csv", *ROWS)
-    bench._report(["sgd"], tmp_path, None, None)
-    told = capsys.readouterr().out
-    assert "not timed in 1 case: absent: nosuch is not installed" in told
-    assert "Missing peers: run `pip install nosuch` to have them timed" in told
 
 
 def test_bench_refuses_in_a_sentence(tmp_path, capsys, monkeypatch):
@@ -689,13 +647,6 @@ def plain_install(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(absent)
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-
-
-def test_figures_without_matplotlib_name_the_install(plain_install, tmp_path):
-    command = [sys.executable, "-m", f"{PACKAGE}.plot"]
-    done = subprocess.run(command, env=plain_install, cwd=tmp_path, capture_output=True, text=True)
-    sentence = "benchmarks.plot: matplotlib must be installed; run pip install 'amp-kernels[bench]'"
-    assert done.returncode == 1 and done.stderr.endswith(f"ImportError: {sentence}\n")
 
 
 def test_bench_runs_after_a_plain_install(plain_install, tmp_path):

@@ -1,7 +1,6 @@
 """The demo at a small size: its table, figure and sentence, and what an interrupt leaves."""
 
 import csv
-import importlib
 import math
 import os
 import signal
@@ -89,19 +88,3 @@ def test_the_budget_cuts_the_steps(start, tmp_path):
     assert demo.returncode == 0, output + errors
     assert "Cut from 100000 to" in output
     assert 0 < int(table(tmp_path)[0]["steps"]) < 100_000
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "sentence"),
-    [
-        ("--steps", "-3", "argument --steps: must be a whole number above 0, got -3"),
-        ("--width", "33", "argument --width: must be a multiple of 32 (the width of a head), got 33"),
-        ("--device", "cpux", "argument --device: must be a device torch can use, got cpux"),
-        ("--precision", "fp8", "argument --precision: invalid choice: 'fp8'"),
-    ],
-)
-def test_wrong_arguments_get_a_sentence(option, value, sentence, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["demo", *TINY, option, value])
-    with pytest.raises(SystemExit) as error:
-        importlib.import_module("amp_kernels.benchmarks.demo.__main__").main()
-    assert error.value.code == 2 and sentence in capsys.readouterr().err

@@ -5,7 +5,6 @@ import importlib.util
 import math
 import re
 import statistics
-from pathlib import Path
 
 import pytest
 import torch
@@ -98,23 +97,6 @@ def test_a_csv_with_other_columns_is_refused(tmp_path):
     assert len(carry_out(fake, tmp_path, is_fresh=True)) == 6
 
 
-def test_each_quick_run_has_a_folder_of_its_own(tmp_path, monkeypatch, capsys):
-    """Files in the machine's temporary folder that others left there are neither read nor written."""
-    main, fake = importlib.import_module(f"{PACKAGE}.__main__"), Fake()
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(main, "NAMES", ("fake",))
-    monkeypatch.setattr(main, "load", lambda name: fake.experiment())
-    monkeypatch.setattr("sys.argv", ["experiments", "--quick", "--device", "cpu"])
-    left = tmp_path / "amp_kernels"
-    left.symlink_to(tmp_path / "elsewhere")
-    printed = []
-    for _ in range(2):
-        main.main()
-        printed.append(Path(capsys.readouterr().out.splitlines()[-1]))
-    assert sorted(path.parent for path in tmp_path.rglob("fake.csv")) == sorted(printed)
-    assert len(set(printed)) == 2 and fake.measured == list("abcabc") and not left.exists()
-
-
 def test_numbers_that_are_missing_are_nan():
     assert harness.number({"x": "1.5"}, "x") == 1.5
     assert all(math.isnan(harness.number(row, "x")) for row in ({}, {"x": ""}, {"x": None}))
@@ -136,22 +118,6 @@ def test_contenders_take_turns():
 
 
 # ------------------------------------------------------------------------------------------------------------- the page
-def test_page_without_results(tmp_path, monkeypatch):
-    monkeypatch.setattr(page, "RESULTS", tmp_path / "nothing")
-    text = page.page()
-    assert all(f"## {k}. " in text for k in range(1, len(NAMES) + 1)) and "### Ours" not in text
-
-
-def test_section_of_a_measured_experiment(tmp_path, monkeypatch):
-    folder = tmp_path / "results" / "machine" / "experiments"
-    fake = Fake()
-    carry_out(fake, folder)
-    monkeypatch.setattr(page, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr(page, "HERE", tmp_path)
-    text = "\n".join(page.section(1, fake.experiment()))
-    assert "- **holds**: s 6 rows." in text and "- s r" in text
-    assert "Not run here:\n\n- a note" in text
-    assert "(results/machine/experiments/fake.png)" in text
 
 
 def test_what_is_committed_is_what_the_csvs_say():
@@ -159,16 +125,8 @@ def test_what_is_committed_is_what_the_csvs_say():
     if not page.PAGE.exists():
         pytest.skip("no RESULTS.md beside this package")
     assert page.PAGE.read_text() == page.page()
-    assert page.SHORT.read_text() == page.with_quotation(page.SHORT.read_text())
-
-
-def test_a_page_gives_reasons_and_no_exceptions():
-    notes = ("fp16, a: RuntimeError: dtype", "b: ModuleNotFoundError: No module named 'b'", "c: left out")
-    told = list(page.table(harness.Table("t", ("x",), (("1",),), not_run=notes)))
-    assert told[-4:] == [
-        "- fp16, a: failed in this run, as the note in the CSV says", "- b: b is not installed", "- c: left out", "",
-    ]  # fmt: skip
     assert not re.search(r"\w(Error|Exception):", page.page())
+    assert page.SHORT.read_text() == page.with_quotation(page.SHORT.read_text())
 
 
 def test_underflow_counts_zeros_apart_from_subnormal_values():
@@ -435,18 +393,6 @@ def test_the_bound_on_equal_loss_curves_is_near_what_was_measured():
     found = a.column(measured, a.NO_NORM, a.SPLIT, "distance").values()
     control = a.column(measured, a.NO_NORM, a.REORDERED, "distance").values()
     assert max(found) <= a.FEW * statistics.median(control) <= 10 * max(found)
-
-
-def test_published_tables_name_their_source():
-    told = page.page()
-    named = ("spell.ml", "MMCV, pull request 1221", "qywu", "NVIDIA's page on mixed precision", "DeepLearningExamples")
-    assert [told.count(source) for source in named] == [2, 3, 2, 1, 2] and told.count("not recorded") == 2
-    assert (
-        "| U-Net             | 4.33            | 3.71         | 0.86    | 4.26          | 2.67       | 0.63    |"
-        in told
-    )
-    pilot = "0.003, was chosen after a pilot. At 0.01 fp16 weights without masters lost 0.3 points"
-    assert pilot in " ".join(told.split())
 
 
 def quantization():
@@ -830,16 +776,6 @@ def test_pairs_of_docstrings_are_disjoint(encoder):
     assert len(training) >= 400 and len(test) >= 1000
     texts = [*training.queries, *training.documents, *test.queries, *test.documents]
     assert len(set(texts)) == len(texts)
-
-
-@pytest.mark.parametrize("name", ["quantization", "finetuning", "residual"])
-def test_what_is_not_installed_is_a_row_that_says_so(name, tmp_path, monkeypatch):
-    experiment = of(name)
-    monkeypatch.setattr(experiment, "PACKAGE", "there_is_no_such_package")
-    rows = harness.read(harness.carry_out(experiment.EXPERIMENT, QUICK, tmp_path, is_fresh=True))
-    assert len(rows) == 1 and "there_is_no_such_package" in rows[0]["note"]
-    assert {claim.judge(rows).word for claim in experiment.CLAIMS} == {UNDECIDED}
-    assert any("not installed" in note for table in experiment.tables(rows) for note in table.not_run)
 
 
 # ---------------------------------------------------------------------------------------------------------- fine-tuning

@@ -73,7 +73,7 @@ def compare(ours: list[list[Tensor]], theirs: list[list[Tensor]], truth: Sequenc
         for x, y in zip(ours[0], rank, strict=True):
             assert torch.equal(x, y), "ranks part ways"
     for i, (x, y, t) in enumerate(zip(ours[0], theirs[0], truth, strict=True)):
-        error, allowed = testing.error_and_allowed(x, y, t)
+        error, allowed = testing.common.error_and_allowed(x, y, t)
         assert error <= allowed + 1e-6, f"parameter {i}: {error} > {allowed}"
 
 

@@ -46,7 +46,7 @@ def test_links(tmp_path: Path, reference: str, fault: str) -> None:
         ("amp_kernels.nn.Linear(size)", "class"),
         ("amp_kernels.optim.FusedSGD: class", "class"),
         ("amp_kernels.Int8Tensor.shape: property", "attribute"),
-        ("amp_kernels.testing.SIZES: tuple", "attribute"),
+        ("amp_kernels.testing.CASES: dict", "attribute"),
         ("amp_kernels.nn: module", "module"),
     ],
 )

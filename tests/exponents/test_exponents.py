@@ -17,7 +17,7 @@ from amp_kernels.ops.exponents import count_exponents_
 from amp_kernels.ops.library import call
 from amp_kernels.ops.table import DTYPE_CODES, RECORD
 from amp_kernels.reference.exponents import COLUMNS, ZEROS
-from amp_kernels.testing import DTYPES
+from amp_kernels.testing.common import DTYPES, differing, mixed, randn
 from amp_kernels.testing.exponents import norms, results_for
 
 # NumPy, underneath Triton's interpreter, warns where IEEE arithmetic overflows; that it does is tested.
@@ -170,7 +170,11 @@ def test_squares_of_extreme_elements(value: float, backend: str, device: torch.d
 def test_same_bits_on_any_number_of_threads(backend: str) -> None:
     if backend != "cpu":
         pytest.skip("CPU threads")
-    tensors = [*testing.mixed(), testing.randn(300_000), testing.randn(40_000, dtype=torch.bfloat16)]
+    tensors = [
+        *mixed(),
+        randn(300_000),
+        randn(40_000, dtype=torch.bfloat16),
+    ]
     threads, found = torch.get_num_threads(), []
     try:
         for n in (1, 2, 3, 8):
@@ -255,7 +259,7 @@ def test_chunks(by: Launcher, offset: int) -> None:
     check(tensors, results)
     if by.order:
         other, _ = run_table(Launcher("cuda", order="forwards"), tensors, offset)
-        assert all(testing.differing(a, b) == 0 for a, b in zip(results, other, strict=True))
+        assert all(differing(a, b) == 0 for a, b in zip(results, other, strict=True))
 
 
 @on_tables

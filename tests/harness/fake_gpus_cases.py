@@ -24,7 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import amp_kernels
 from amp_kernels import GradScaler, backends, testing
 from amp_kernels.ops.library import DEFINITIONS
-from amp_kernels.testing import DTYPES, verify
+from amp_kernels.testing import verify
+from amp_kernels.testing.common import DTYPES
 from amp_kernels.testing.exponents import results_for
 from amp_kernels.testing.updates import UPDATES
 

@@ -97,7 +97,7 @@ def assert_within_rule(
 ) -> None:
     """The error rule, and 16-bit weights that are what their masters round to."""
     for i, (p, q, t) in enumerate(zip(params, theirs, truth, strict=True)):
-        error, allowed = testing.error_and_allowed(fp32(optimizer, p), q, t)
+        error, allowed = testing.common.error_and_allowed(fp32(optimizer, p), q, t)
         if 0 < p.numel() < 100:
             allowed += 1e-6
         assert error <= allowed, f"parameter {i}: {error} > {allowed}"

@@ -10,7 +10,7 @@ from torch import nn
 
 from amp_kernels.nn import Int8Linear, MultiheadAttention
 from amp_kernels.quantization import convert_, prepare_, prepare_qat_, quantize_
-from amp_kernels.testing import randn
+from amp_kernels.testing.common import randn
 
 LENGTH, SOURCES, BATCH, SIZE, HEADS = 5, 7, 3, 24, 4
 MODES = ("weight_only", "dynamic", "static")

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from amp_kernels import reference
 from amp_kernels.ops import int8 as ops
 from amp_kernels.reference.int8 import philox
-from amp_kernels.testing import DTYPES, differing, error_and_allowed
+from amp_kernels.testing.common import DTYPES, differing, error_and_allowed
 from amp_kernels.testing.int8 import CONVOLUTIONS
 
 pytestmark = pytest.mark.skipif(missing_headers() is not None, reason=str(missing_headers()))

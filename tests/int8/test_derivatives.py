@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import amp_kernels
 from amp_kernels.nn import Int8Linear
 from amp_kernels.quantization import convert_, prepare_, prepare_qat_, quantize_
-from amp_kernels.testing import randn
+from amp_kernels.testing.common import randn
 
 
 class StraightThrough(torch.autograd.Function):

@@ -15,7 +15,7 @@ from torch import nn
 import amp_kernels
 from amp_kernels.nn import Int8Conv2d, Int8Linear
 from amp_kernels.quantization import export_onnx, onnx, prepare_, quantize_
-from amp_kernels.testing import randn
+from amp_kernels.testing.common import randn
 
 
 def encoder():

@@ -12,7 +12,7 @@ from int8_networks import codes_passed
 from torch import nn
 
 from amp_kernels.quantization import convert_, prepare_, prepare_qat_, quantize_
-from amp_kernels.testing import randn
+from amp_kernels.testing.common import randn
 
 
 def trained(model):

@@ -31,6 +31,7 @@ from amp_kernels import Int8Tensor, _loader, reference, testing
 from amp_kernels.ops import int8 as ops
 from amp_kernels.ops.library import DEFINITIONS
 from amp_kernels.testing import int8 as cases
+from amp_kernels.testing.common import DTYPES, LAYOUTS, differing, randn
 
 OPS = torch.ops.amp_kernels
 ALL = [case for op in cases.CASES.values() for case in op]
@@ -86,7 +87,7 @@ def by_numpy(x: np.ndarray, symmetric: bool) -> tuple[np.ndarray, np.float32, in
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("dtype", testing.DTYPES.values(), ids=str)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 @pytest.mark.parametrize("kind", cases.VALUES)
 def test_reference_is_the_formula(kind: str, dtype: torch.dtype, symmetric: bool) -> None:
     x = cases.VALUES[kind](dtype).to(dtype)
@@ -159,7 +160,7 @@ def groups_by_offset(layout: Sequence[int]) -> Tensor:
 
 
 VIEWS: dict[str, Callable[[], Tensor]] = {
-    **{name: (lambda f=f: f(torch.zeros(2, 3, 4, 5))) for name, f in testing.LAYOUTS.items()},
+    **{name: (lambda f=f: f(torch.zeros(2, 3, 4, 5))) for name, f in LAYOUTS.items()},
     "vector": lambda: torch.zeros(7),
     "matrix": lambda: torch.zeros(5, 7),
     "transposed matrix": lambda: torch.zeros(7, 5).t(),
@@ -178,7 +179,7 @@ LARGE_GROUPS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", testing.DTYPES.values(), ids=str)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 @pytest.mark.parametrize("options", LARGE_GROUPS, ids=str)
 def test_large_results(options: dict[str, Any], dtype: torch.dtype, backend: str, device: torch.device) -> None:
     """From 2^22 elements on a CPU's kernels write past its caches where an address is aligned: here every 4th row."""
@@ -186,7 +187,7 @@ def test_large_results(options: dict[str, Any], dtype: torch.dtype, backend: str
         pytest.skip("it is what the others are compared with")
     if "seed" in options:
         options = {**options, "rounding": "stochastic"}
-    x = testing.randn(2048, 2056, dtype=dtype)
+    x = randn(2048, 2056, dtype=dtype)
     x[100], x[:, 9] = 0.0, 1e4
     if options:  # else all is one group
         x[5, 7] = float("nan")
@@ -196,23 +197,23 @@ def test_large_results(options: dict[str, Any], dtype: torch.dtype, backend: str
         plain = {k: v for k, v in options.items() if k not in ("seed", "rounding")}
         fake = amp_kernels.fake_quantize_int8(x, **plain)
         decoded = expected.dequantize(dtype)
-    assert testing.differing(ours.values.cpu(), expected.values) == 0
-    assert testing.differing(ours.scale.cpu(), expected.scale) == 0
-    assert testing.differing(ours.dequantize(dtype).cpu(), decoded) == 0
-    assert testing.differing(amp_kernels.fake_quantize_int8(x.to(device), **plain).cpu(), fake) == 0
+    assert differing(ours.values.cpu(), expected.values) == 0
+    assert differing(ours.scale.cpu(), expected.scale) == 0
+    assert differing(ours.dequantize(dtype).cpu(), decoded) == 0
+    assert differing(amp_kernels.fake_quantize_int8(x.to(device), **plain).cpu(), fake) == 0
 
 
-@pytest.mark.parametrize("dtype", testing.DTYPES.values(), ids=str)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_groups_of_every_length(backend: str, device: torch.device, symmetric: bool, dtype: torch.dtype) -> None:
     """Rows and blocks about the widths of registers and of what is walked together; with groups that have no scale."""
     if backend == "reference":
         pytest.skip("it is what the others are compared with")
     for length in (*range(1, 34), 47, 63, 64, 65, 96, 127, 129, 257, 341, 511, 1000, 1023, 1025, 1040):
-        x = testing.randn(21, 2 * length, dtype=dtype)
+        x = randn(21, 2 * length, dtype=dtype)
         x[2, 0], x[3, -1], x[4], x[5] = float("nan"), -float("inf"), 0.0, 1e-42
         x[6] = x[6].abs()
-        sliced = testing.randn(21, 2 * length + 3, dtype=dtype)[:, 1 : 2 * length + 1]
+        sliced = randn(21, 2 * length + 3, dtype=dtype)[:, 1 : 2 * length + 1]
         for options in (
             {"dim": (-1,)},
             {"block_size": length},
@@ -222,8 +223,8 @@ def test_groups_of_every_length(backend: str, device: torch.device, symmetric: b
             for given in (x[:, :length], x, x[:1], sliced):
                 ours = amp_kernels.quantize_int8(given.to(device), symmetric=symmetric, **options)
                 values, scale, zero_point = reference.quantize_int8(given, symmetric=symmetric, **options)
-                assert testing.differing(ours.values.cpu(), values) == 0, (length, options)
-                assert testing.differing(ours.scale.cpu(), scale) == 0, (length, options)
+                assert differing(ours.values.cpu(), values) == 0, (length, options)
+                assert differing(ours.scale.cpu(), scale) == 0, (length, options)
                 if not symmetric:
                     assert torch.equal(ours.zero_point.cpu(), zero_point), (length, options)
 
@@ -239,12 +240,12 @@ def guarded(x: Tensor) -> Tensor:
 
 
 @pytest.mark.skipif(not pathlib.Path("/proc/self/maps").exists(), reason="mprotect as on Linux")
-@pytest.mark.parametrize("dtype", testing.DTYPES.values(), ids=str)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 def test_nothing_is_read_behind_a_tensor(backend: str, device: torch.device, dtype: torch.dtype) -> None:
     if device.type != "cpu":
         pytest.skip("guards memory of a CPU")
     for length in (1, 7, 8, 15, 17, 31, 32, 33, 63, 100, 127, 1000, 1025):
-        x = testing.randn(3, length, dtype=dtype)
+        x = randn(3, length, dtype=dtype)
         for options in ({"dim": -1}, {"dim": 0}, {}, {"block_size": 20}, {"block_size": length}):
             for symmetric in (True, False):
                 expected = amp_kernels.quantize_int8(x, symmetric=symmetric, **options)
@@ -421,9 +422,9 @@ def test_the_reference_convolves_as_torch_does(name: str) -> None:
 
 def test_a_convolution_with_gaps_in_scales_and_bias(backend: str, device: torch.device) -> None:
     x, weight = cases.integers(3, 5, 6, 7).to(device), cases.integers(4, 3, 3, 7, seed=1).to(device)
-    image = torch.stack([testing.randn(3).abs() + 0.1, torch.full((3,), 9.0)], 1).to(device)[:, 0].view(3, 1, 1, 1)
+    image = torch.stack([randn(3).abs() + 0.1, torch.full((3,), 9.0)], 1).to(device)[:, 0].view(3, 1, 1, 1)
     zero = torch.stack([torch.tensor([5, -7, 100]), torch.full((3,), 9)], 1).int().to(device)[:, 0].view(3, 1, 1, 1)
-    output, bias = (torch.stack([testing.randn(4, seed=i)] * 2, 1).to(device)[:, 0] for i in range(2))
+    output, bias = (torch.stack([randn(4, seed=i)] * 2, 1).to(device)[:, 0] for i in range(2))
 
     def convolved(lay: Callable[[Tensor], Tensor]) -> Tensor:
         q = Int8Tensor(x, lay(image), lay(zero))
@@ -452,8 +453,8 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 - y.n
 
 # ------------------------------------------------------------------------------------------------- the operators
 def samples() -> list[Any]:
-    x, codes = testing.randn(4, 6), cases.integers(4, 6)
-    deep = testing.randn(2, 3, 2, 3)  # kept and reduced dimensions alternate: more than three axes
+    x, codes = randn(4, 6), cases.integers(4, 6)
+    deep = randn(2, 3, 2, 3)  # kept and reduced dimensions alternate: more than three axes
     leaf = x.clone().requires_grad_()
     scale, zero = torch.tensor([[0.1], [0.2], [0.3], [0.4]]), torch.zeros(4, 1, dtype=torch.int32)
     columns = torch.tensor([[0.1, 0.2, 0.3]])
@@ -520,27 +521,27 @@ def _images(x: Tensor) -> Int8Tensor:
 COMPILED: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Tensor, ...]]]] = {
     "rows": (
         lambda x: amp_kernels.quantize_int8(x * 2, dim=-1, symmetric=False).dequantize() + 1,
-        lambda: (testing.randn(5, 9),),
+        lambda: (randn(5, 9),),
     ),
     "blocks": (
         lambda x: amp_kernels.quantize_int8(x, block_size=4, rounding="stochastic", seed=3).dequantize(x.dtype),
-        lambda: (testing.randn(5, 9, dtype=torch.float16),),
+        lambda: (randn(5, 9, dtype=torch.float16),),
     ),
     "static": (
         lambda x, s: amp_kernels.quantize_int8(x, scale=s).values,
-        lambda: (testing.randn(5), torch.tensor(0.1)),
+        lambda: (randn(5), torch.tensor(0.1)),
     ),
     "fake": (
         lambda x: amp_kernels.fake_quantize_int8(x * 3, dim=0) * 2,
-        lambda: (testing.randn(5, 9).requires_grad_(),),
+        lambda: (randn(5, 9).requires_grad_(),),
     ),
     "matmul": (
         lambda x, w: amp_kernels.int8_matmul(amp_kernels.quantize_int8(x, dim=-1), _weights(w)).relu(),
-        lambda: (testing.randn(5, 9), testing.randn(7, 9)),
+        lambda: (randn(5, 9), randn(7, 9)),
     ),
     "conv2d": (
         lambda x, w: amp_kernels.int8_conv2d(_images(x), _images(w), stride=2, padding=(0, 1)).relu(),
-        lambda: (testing.randn(2, 9, 7, 3), testing.randn(4, 3, 2, 3)),
+        lambda: (randn(2, 9, 7, 3), randn(4, 3, 2, 3)),
     ),
 }
 
@@ -564,7 +565,7 @@ def test_compiled_is_eager(name: str) -> None:
 
 # -------------------------------------------------------------------------------------------------- what users see
 def test_a_tensor_knows_how_it_was_made(backend: str, device: torch.device) -> None:
-    x = testing.randn(6, 10).to(device)
+    x = randn(6, 10).to(device)
     for options in ({}, {"dim": 0}, {"dim": (-1,)}, {"block_size": 4}, {"symmetric": False}):
         q = amp_kernels.quantize_int8(x, **options)
         steps = reference.int8._spread(q.scale, x.shape, q.block_size)
@@ -579,8 +580,7 @@ def test_a_tensor_knows_how_it_was_made(backend: str, device: torch.device) -> N
 @pytest.mark.parametrize("scale", [math.inf, 3e38])
 def test_results_by_a_scale_without_inverse(backend: str, device: torch.device, scale: float, zero_point: int) -> None:
     a, b = (
-        amp_kernels.quantize_int8(testing.randn(*shape).to(device), dim=dim)
-        for shape, dim in (((9, 40), -1), ((40, 33), 0))
+        amp_kernels.quantize_int8(randn(*shape).to(device), dim=dim) for shape, dim in (((9, 40), -1), ((40, 33), 0))
     )
     given = (torch.tensor([scale], device=device), torch.tensor([zero_point], dtype=torch.int32, device=device))
     codes = amp_kernels.int8_matmul(a, b, out_scale=given[0], out_zero_point=given[1])
@@ -590,8 +590,8 @@ def test_results_by_a_scale_without_inverse(backend: str, device: torch.device, 
 @pytest.mark.parametrize("zero_point", [-2_000_000_000, -40_000, -600, -385, 300, 600, 32_768, 65_536])
 def test_results_by_a_zero_point_that_is_no_code(backend: str, device: torch.device, zero_point: int) -> None:
     """The results of 9 rows of 33 are encoded in whole blocks and in parts of one."""
-    a = amp_kernels.quantize_int8(testing.randn(9, 40).to(device), dim=-1).to("cpu")
-    b = amp_kernels.quantize_int8(testing.randn(40, 33).to(device), dim=0).to("cpu")
+    a = amp_kernels.quantize_int8(randn(9, 40).to(device), dim=-1).to("cpu")
+    b = amp_kernels.quantize_int8(randn(40, 33).to(device), dim=0).to("cpu")
     a.scale[0], a.scale[1] = math.nan, math.inf
     given = torch.tensor([0.02]), torch.tensor([zero_point], dtype=torch.int32)
     floats = reference.int8_matmul(a.values, b.values, a.scale, None, b.scale, None)
@@ -610,7 +610,7 @@ def test_results_by_a_zero_point_that_is_no_code(backend: str, device: torch.dev
 def test_a_zero_point_that_is_no_code(backend: str, device: torch.device, zero_point: int) -> None:
     for length in (8, 31, 32, 40, 100):
         for shape, dim in (((3, length), (-1,)), ((length, 3), (0,)), ((3, length), (0,))):
-            x = 400 * testing.randn(*shape)
+            x = 400 * randn(*shape)
             x[0, 0], x[1, 1], x[2, 2] = math.inf, -math.inf, math.nan
             scale = torch.ones(1 if 0 in dim else shape[0], 1 if -1 in dim else shape[1])
             zeros = torch.full_like(scale, zero_point, dtype=torch.int32)
@@ -620,12 +620,12 @@ def test_a_zero_point_that_is_no_code(backend: str, device: torch.device, zero_p
 
 
 def test_codes_keep_the_layout(backend: str, device: torch.device) -> None:
-    x = testing.randn(2, 3, 4, 5).to(device).to(memory_format=torch.channels_last)
+    x = randn(2, 3, 4, 5).to(device).to(memory_format=torch.channels_last)
     for options in ({"dim": 1}, {"dim": (0, 2)}, {"block_size": 4}, {"rounding": "stochastic"}, {}):
         q = amp_kernels.quantize_int8(x, **options)
         assert q.values.stride() == q.dequantize().stride() == x.stride()
         assert amp_kernels.quantize_int8(x[:, :, 1:], **options).values.is_contiguous()
-    w = testing.randn(4, 6).to(device)
+    w = randn(4, 6).to(device)
     q = amp_kernels.quantize_int8(w, dim=-1)
     transposed = amp_kernels.quantize_int8(w.t(), dim=0)
     assert torch.equal(transposed.values, q.t().values) and transposed.values.stride() == (1, 6)
@@ -646,7 +646,7 @@ def _square(x: Tensor) -> Tensor:
     [(_there_and_back, ["quantize_int8", "dequantize_int8"]), (_square, ["quantize_int8", "int8_matmul"])],
 )
 def test_who_watches_sees_the_operators(function: Callable[[Tensor], Tensor], names: list[str]) -> None:
-    x = testing.randn(3, 8, 16)
+    x = randn(3, 8, 16)
     each = torch.stack([function(matrix) for matrix in x])
     assert torch.equal(torch.vmap(function)(x), each)
     ops = [getattr(torch.ops.amp_kernels, name).default for name in names]
@@ -660,7 +660,7 @@ def test_who_watches_sees_the_operators(function: Callable[[Tensor], Tensor], na
 
 
 def test_lazily_negated_views() -> None:
-    x = torch.complex(testing.randn(64, 33), testing.randn(64, 33, seed=1)).conj().imag
+    x = torch.complex(randn(64, 33), randn(64, 33, seed=1)).conj().imag
     assert x.is_neg()
     for options in ({"dim": -1}, {"dim": 0}, {"scale": torch.tensor(0.02)}):
         ours, plain = (amp_kernels.quantize_int8(t, **options) for t in (x, x.resolve_neg().contiguous()))
@@ -668,8 +668,8 @@ def test_lazily_negated_views() -> None:
 
 
 def test_blocks_with_scales_in_another_order(backend: str, device: torch.device) -> None:
-    x = testing.randn(4, 6, 70).to(device)
-    scale = testing.randn(6, 4, 3).abs().to(device).transpose(0, 1) + 0.01
+    x = randn(4, 6, 70).to(device)
+    scale = randn(6, 4, 3).abs().to(device).transpose(0, 1) + 0.01
     ours, plain = (amp_kernels.quantize_int8(x, block_size=32, scale=s) for s in (scale, scale.contiguous()))
     assert torch.equal(ours.values, plain.values)
     assert torch.equal(ours.dequantize(), plain.dequantize())
@@ -678,7 +678,7 @@ def test_blocks_with_scales_in_another_order(backend: str, device: torch.device)
 @pytest.mark.parametrize("apart", ["bias", "scales", "zero points"])
 def test_products_by_vectors_with_gaps(backend: str, device: torch.device, apart: str) -> None:
     a, b = (cases.integers(*shape, seed=i).to(device) for i, shape in enumerate(((20, 33), (33, 17))))
-    bias, rows, columns = (testing.randn(n, seed=n).abs().to(device) + 0.1 for n in (17, 20, 17))
+    bias, rows, columns = (randn(n, seed=n).abs().to(device) + 0.1 for n in (17, 20, 17))
     row, column = (cases.integers(n, seed=n).int().to(device) for n in (20, 17))
 
     def laid_out(x: Tensor, name: str) -> Tensor:
@@ -704,11 +704,11 @@ def test_products_read_nothing_behind_a_storage(backend: str, device: torch.devi
     assert torch.equal(amp_kernels.int8_matmul(a, b).cpu(), expected.float())
 
 
-@pytest.mark.parametrize("dtype", testing.DTYPES.values(), ids=str)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 @pytest.mark.parametrize("apart", range(4), ids=["x", "weight", "scale", "bias"])
 def test_linear_of_operands_with_gaps(backend: str, device: torch.device, apart: int, dtype: torch.dtype) -> None:
-    x, bias = testing.randn(20, 33, dtype=dtype).to(device), testing.randn(17, dtype=dtype).to(device)
-    weight, scale = cases.integers(17, 33).to(device), testing.randn(17).abs().to(device) + 0.1
+    x, bias = randn(20, 33, dtype=dtype).to(device), randn(17, dtype=dtype).to(device)
+    weight, scale = cases.integers(17, 33).to(device), randn(17).abs().to(device) + 0.1
     arguments = [x, weight, scale, bias]
     expected = ops.int8_linear(*arguments)
     arguments[apart] = torch.stack([arguments[apart], torch.full_like(arguments[apart], 99)], -1)[..., 0]
@@ -724,14 +724,14 @@ def test_modes_see_the_operators() -> None:
             seen.append(str(func).removesuffix(".default"))
             return func(*args, **(kwargs or {}))
 
-    x = testing.randn(4, 8)
+    x = randn(4, 8)
     with Seen():
         amp_kernels.quantize_int8(x, dim=-1).dequantize()
     assert {"amp_kernels.quantize_int8", "amp_kernels.dequantize_int8"} <= set(seen)
 
 
 def test_autograd_sees_who_needs_it() -> None:
-    x = testing.randn(4, 8).requires_grad_()
+    x = randn(4, 8).requires_grad_()
     assert amp_kernels.fake_quantize_int8(x, dim=-1).requires_grad
     q = amp_kernels.quantize_int8(x, dim=-1)
     assert not q.values.requires_grad and not q.scale.requires_grad
@@ -739,13 +739,13 @@ def test_autograd_sees_who_needs_it() -> None:
 
 @pytest.mark.parametrize("default", [torch.float64, torch.float16])
 def test_results_have_the_dtype_asked_for_whatever_the_default_is(default: torch.dtype) -> None:
-    q = amp_kernels.quantize_int8(testing.randn(4, 6), dim=-1)
+    q = amp_kernels.quantize_int8(randn(4, 6), dim=-1)
     torch.set_default_dtype(default)
     try:
-        for dtype in testing.DTYPES.values():
+        for dtype in DTYPES.values():
             assert amp_kernels.int8_matmul(q, q.t(), out_dtype=dtype).dtype == dtype
-            x = testing.randn(5, 6, dtype=dtype)
-            assert ops.int8_linear(x, q.values, q.scale, testing.randn(4, dtype=dtype)).dtype == dtype
+            x = randn(5, 6, dtype=dtype)
+            assert ops.int8_linear(x, q.values, q.scale, randn(4, dtype=dtype)).dtype == dtype
             assert amp_kernels.quantize_int8(x).scale.dtype == torch.float32
     finally:
         torch.set_default_dtype(torch.float32)
@@ -754,7 +754,7 @@ def test_results_have_the_dtype_asked_for_whatever_the_default_is(default: torch
 @pytest.mark.parametrize("inference", [False, True])
 def test_results_are_tensors_as_others(inference: bool, backend: str, device: torch.device) -> None:
     with torch.inference_mode(inference):
-        x = testing.randn(4, 6).to(device)
+        x = randn(4, 6).to(device)
         q = amp_kernels.quantize_int8(x, dim=-1, symmetric=False)
         weight = amp_kernels.quantize_int8(x, dim=-1)
         results = (
@@ -786,7 +786,7 @@ def test_a_result_that_torch_cannot_make() -> None:
 
 def test_gradients_of_codes_and_scales_are_none() -> None:
     """As of other functions with steps: an operator without a gradient warns in a backward pass."""
-    x, scale = testing.randn(4, 6).requires_grad_(), torch.ones(4, 1).requires_grad_()
+    x, scale = randn(4, 6).requires_grad_(), torch.ones(4, 1).requires_grad_()
     values = amp_kernels.quantize_int8(x, dim=-1).values
     results = (
         amp_kernels.quantize_int8(x, scale=scale).values,
@@ -800,7 +800,7 @@ def test_gradients_of_codes_and_scales_are_none() -> None:
 
 @pytest.mark.parametrize("name", ["a", "b"])
 def test_scales_along_the_inner_dimension_are_refused(name: str) -> None:
-    q = amp_kernels.quantize_int8(testing.randn(8, 8), dim=-1)
+    q = amp_kernels.quantize_int8(randn(8, 8), dim=-1)
     sides = {"a": q, "b": q.t()}
     sides[name] = Int8Tensor(q.values, sides[name].scale.t(), dim=(-1,))
     with pytest.raises(ValueError, match=f"int8_matmul: {name} must be quantized"):
@@ -808,7 +808,7 @@ def test_scales_along_the_inner_dimension_are_refused(name: str) -> None:
 
 
 def test_seeds() -> None:
-    x = testing.randn(100)
+    x = randn(100)
     first, again = (amp_kernels.quantize_int8(x, rounding="stochastic", seed=5).values for _ in range(2))
     assert torch.equal(first, again)
     assert not torch.equal(first, amp_kernels.quantize_int8(x, rounding="stochastic", seed=6).values)
@@ -851,7 +851,7 @@ BAD_FIELDS: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize(("field", "message"), BAD_FIELDS.values(), ids=BAD_FIELDS)
 def test_a_file_with_other_fields_is_refused(tmp_path: pathlib.Path, field: tuple[str, Any], message: str) -> None:
-    q = amp_kernels.quantize_int8(testing.randn(4, 6), dim=-1)
+    q = amp_kernels.quantize_int8(randn(4, 6), dim=-1)
     q.__dict__[field[0]] = field[1]
     torch.save(q, tmp_path / "q.pt")
     with pytest.raises((TypeError, ValueError), match=f"^Int8Tensor: {message}"):
@@ -862,7 +862,7 @@ def test_a_file_with_other_fields_is_refused(tmp_path: pathlib.Path, field: tupl
 
 @pytest.mark.parametrize("dim", [-1, 1])
 def test_a_dimension_may_be_an_int(dim: Any) -> None:
-    codes, scale = amp_kernels.quantize_int8(testing.randn(4, 6), dim=-1).values, torch.ones(4, 1)
+    codes, scale = amp_kernels.quantize_int8(randn(4, 6), dim=-1).values, torch.ones(4, 1)
     q = Int8Tensor(codes, scale, None, dim)
     assert q.dim == copy.deepcopy(q).dim == pickle.loads(pickle.dumps(q)).dim == (dim,)
     assert q.t().dim == (0,)
@@ -870,13 +870,13 @@ def test_a_dimension_may_be_an_int(dim: Any) -> None:
 
 @pytest.mark.parametrize(("field", "message"), BAD_FIELDS.values(), ids=BAD_FIELDS)
 def test_a_constructor_refuses_what_a_file_must_not_hold(field: tuple[str, Any], message: str) -> None:
-    q = amp_kernels.quantize_int8(testing.randn(4, 6), dim=-1)
+    q = amp_kernels.quantize_int8(randn(4, 6), dim=-1)
     with pytest.raises((TypeError, ValueError), match=f"^Int8Tensor: {message}"):
         dataclasses.replace(q, **{field[0]: field[1]})
 
 
 def test_fake_quantization_keeps_no_mask() -> None:
-    x = testing.randn(64, 64, dtype=torch.float16).requires_grad_()
+    x = randn(64, 64, dtype=torch.float16).requires_grad_()
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         y = amp_kernels.fake_quantize_int8(x, dim=-1)
@@ -886,20 +886,20 @@ def test_fake_quantization_keeps_no_mask() -> None:
 
 
 def test_rows_of_a_product_do_not_depend_on_each_other(backend: str, device: torch.device) -> None:
-    a = amp_kernels.quantize_int8(testing.randn(40, 33).to(device), dim=-1, symmetric=False)
-    b = amp_kernels.quantize_int8(testing.randn(33, 20).to(device), dim=0)
+    a = amp_kernels.quantize_int8(randn(40, 33).to(device), dim=-1, symmetric=False)
+    b = amp_kernels.quantize_int8(randn(33, 20).to(device), dim=0)
     product = amp_kernels.int8_matmul(a, b)
     row = Int8Tensor(a.values[7:8], a.scale[7:8], a.zero_point[7:8])  # type: ignore[index]
     assert torch.equal(amp_kernels.int8_matmul(row, b), product[7:8])
 
 
-@pytest.mark.parametrize("dtype", testing.DTYPES.values(), ids=str)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_products_that_no_number_holds(backend: str, device: torch.device, dtype: torch.dtype, with_bias: bool) -> None:
     a, b = cases.integers(16, 40, seed=1), cases.integers(64, 40, seed=2).t()
     scales = torch.full((16, 1), 0.25)
     scales[3], scales[7], scales[9] = torch.nan, 3e38, 1e3
-    columns, bias = torch.linspace(0.5, 2, 64)[None], testing.randn(64) if with_bias else None
+    columns, bias = torch.linspace(0.5, 2, 64)[None], randn(64) if with_bias else None
     sides = (t.to(device) for t in (a, b, scales, columns))
     left, right, of_rows, of_columns = sides
     ours = amp_kernels.int8_matmul(
@@ -935,9 +935,9 @@ def test_rows_that_are_neighbours_in_memory_or_not(
 ) -> None:
     """A CPU reads them where they lie, if they fit its cache: up to 1170 bytes apart."""
     a = cases.integers(rows * stride + inner, seed=1).as_strided((rows, inner), (stride, 1))
-    scale, row = testing.randn(rows, 1, seed=3), cases.integers(rows, 1, seed=4).int()
+    scale, row = randn(rows, 1, seed=3), cases.integers(rows, 1, seed=4).int()
     for columns in (32, 70):
-        b, bias = cases.integers(columns, inner, seed=2).t(), testing.randn(columns, seed=5)
+        b, bias = cases.integers(columns, inner, seed=2).t(), randn(columns, seed=5)
         column, one = cases.integers(1, columns, seed=6).int(), torch.ones(1, columns)
         for of_a, of_b, plus in ((None, None, None), (row, None, bias), (None, column, None), (row, column, bias)):
             left = Int8Tensor(a.to(device), scale.to(device), None if of_a is None else of_a.to(device))
@@ -975,7 +975,7 @@ def test_threads_share_what_is_packed(threads: int, rows: int, columns: int, inn
         torch.set_num_threads(before)
 
 
-X = testing.randn(4, 6)
+X = randn(4, 6)
 Q = Int8Tensor(cases.integers(4, 6), torch.ones(4, 1), dim=(-1,))
 B = Int8Tensor(cases.integers(6, 3), torch.ones(1, 3), dim=(0,))
 IMAGES = _images(torch.ones(2, 4, 5, 6))
@@ -1165,7 +1165,7 @@ def test_bad_input_gets_a_sentence(call: Callable[[], Any], error: type[Exceptio
 @pytest.mark.parametrize("shape", [(1035, 4080), (1029, 4088), (20000, 3, 80), (1035, 4081), (4097, 1040)])
 def test_streamed_columns_of_any_width_and_last_strip(shape: tuple[int, ...]) -> None:
     """Past the caches only where every row of a strip begins on a boundary: else the store faults."""
-    x = testing.randn(*shape)
+    x = randn(*shape)
     dim = len(shape) - 2
     ours = amp_kernels.quantize_int8(x, dim=dim)
     scale = x.abs().amax(dim, keepdim=True) / 127
@@ -1184,7 +1184,7 @@ def test_streamed_columns_of_any_width_and_last_strip(shape: tuple[int, ...]) ->
     ],
 )
 def test_symbolic_sizes_and_seeds(function: Callable[..., torch.Tensor]) -> None:
-    x = testing.randn(6, 64)
+    x = randn(6, 64)
     compiled = torch.compile(function, fullgraph=True, dynamic=True)
     assert torch.equal(compiled(x, 16), function(x, 16))
 

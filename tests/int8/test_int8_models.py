@@ -11,7 +11,7 @@ from int8_networks import MODES, codes_passed, converted, mobilenet, resnet, une
 from torch import nn
 
 from amp_kernels.quantization import convert_, prepare_qat_
-from amp_kernels.testing import randn
+from amp_kernels.testing.common import randn
 
 pytest.importorskip("sklearn")  # the networks of the experiments import it
 pytest.importorskip("amp_kernels.benchmarks.experiments", reason="a wheel has no experiments")

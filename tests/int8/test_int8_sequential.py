@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from amp_kernels.nn import Int8Linear
 from amp_kernels.nn.int8_sequential import Int8Sequential
 from amp_kernels.quantization import ObservedLinear, convert_, prepare_, quantize_
-from amp_kernels.testing import randn
+from amp_kernels.testing.common import randn
 
 
 def mlp():

@@ -16,7 +16,7 @@ import amp_kernels
 from amp_kernels import reference
 from amp_kernels.nn import Int8Conv2d, Int8Embedding, Int8Linear
 from amp_kernels.quantization import prepare_qat_, quantize_
-from amp_kernels.testing import DTYPES, error_and_allowed, randn
+from amp_kernels.testing.common import DTYPES, error_and_allowed, randn
 
 MODES = ("weight_only", "dynamic", "static")
 SCALE, ZERO_POINT = 0.0173, 11

@@ -15,7 +15,7 @@ from amp_kernels import reference
 from amp_kernels.nn import Int8Conv1d, Int8Conv2d, Int8ConvTranspose2d
 from amp_kernels.nn.int8_sequential import Int8Sequential
 from amp_kernels.quantization import convert_, prepare_, prepare_qat_, quantize_
-from amp_kernels.testing import DTYPES, error_and_allowed, randn
+from amp_kernels.testing.common import DTYPES, error_and_allowed, randn
 
 MODES = ("weight_only", "dynamic", "static")
 SCALE, ZERO_POINT = 0.0173, 11

@@ -15,7 +15,7 @@ from torch import nn
 import amp_kernels
 from amp_kernels.nn import Int8Conv1d, Int8Embedding, Int8Linear
 from amp_kernels.quantization import ObservedLinear, convert_, prepare_, prepare_qat_, quantize_
-from amp_kernels.testing import randn
+from amp_kernels.testing.common import randn
 
 
 def mlp(device="cpu", seed=0):

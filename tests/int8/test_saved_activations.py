@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import amp_kernels
 from amp_kernels.quantization import int8_saved_activations, prepare_qat_
-from amp_kernels.testing import DTYPES, randn
+from amp_kernels.testing.common import DTYPES, randn
 
 N = 4096  # elements of most activations here
 BYTES = N + 8 * N // 128  # codes, and for each block a scale and a zero point

@@ -32,7 +32,8 @@ from arena import Arena
 from torch import Tensor
 
 from amp_kernels.ops.table import DTYPE_CODES
-from amp_kernels.testing import DTYPES, Case
+from amp_kernels.testing import Case
+from amp_kernels.testing.common import DTYPES
 from amp_kernels.testing.int8 import CASES
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"

@@ -24,7 +24,7 @@ Place = Callable[[Arena, Tensor], Tensor]
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return testing.randn(*shape, dtype=dtype, seed=seed)
+    return testing.common.randn(*shape, dtype=dtype, seed=seed)
 
 
 def padded(n: int) -> int:
@@ -275,7 +275,7 @@ def copy(
     name = cases.ACTIVATIONS[activation]
     assert torch.equal(out[:, columns:], torch.zeros(rows, padded(columns) + extra - columns, dtype=x.dtype))
     if pre is None:
-        assert testing.differing(out[:, :columns].float(), placed.float()) == 0
+        assert testing.common.differing(out[:, :columns].float(), placed.float()) == 0
         theirs, truth = placed.float(), placed.double()
     else:
         theirs = reference.matmul.activation_backward(placed, pre, name)

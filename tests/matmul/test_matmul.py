@@ -32,7 +32,7 @@ def test_case(case: testing.Case, backend: str, device: torch.device) -> None:
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float16, seed: int = 0) -> Tensor:
-    return testing.randn(*shape, dtype=dtype, seed=seed)
+    return testing.common.randn(*shape, dtype=dtype, seed=seed)
 
 
 # ---------------------------------------------------------------------------------------------------- as torch's
@@ -105,7 +105,7 @@ def test_fp32_is_torchs() -> None:
 
 
 def test_out_dtype_under_an_autocast_to_another() -> None:
-    a, b = testing.randn(3, 8, dtype=torch.bfloat16), testing.randn(8, 5, dtype=torch.bfloat16)
+    a, b = testing.common.randn(3, 8, dtype=torch.bfloat16), testing.common.randn(8, 5, dtype=torch.bfloat16)
     with torch.autocast("cpu", dtype=torch.float16):
         assert amp_kernels.matmul(a, b).dtype == torch.float16
         assert amp_kernels.matmul(a, b, out_dtype=torch.bfloat16).dtype == torch.bfloat16
@@ -220,7 +220,7 @@ def test_double_backward(activation: Any) -> None:
 
     ours = penalty(lambda *t: amp_kernels.linear(*t, activation), torch.float16)
     for our, their, true in zip(ours, penalty(by_torch, torch.float16), penalty(by_torch, torch.float64), strict=True):
-        error, allowed = testing.error_and_allowed(our, their, true)
+        error, allowed = testing.common.error_and_allowed(our, their, true)
         assert error <= allowed
 
 
@@ -241,7 +241,7 @@ def test_gradients_of_addmm_have_its_factors(
 
     ours = gradients(lambda *t: amp_kernels.addmm(*t, beta=0.5, alpha=-2.0), dtype)
     for our, their, true in zip(ours, gradients(by_torch, dtype), gradients(by_torch, torch.float64), strict=True):
-        error, allowed = testing.error_and_allowed(our, their, true)
+        error, allowed = testing.common.error_and_allowed(our, their, true)
         assert error <= allowed
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from amp_kernels.nn import Linear, convert_linear_
-from amp_kernels.testing import randn
+from amp_kernels.testing.common import randn
 from amp_kernels.testing.matmul import compare
 
 

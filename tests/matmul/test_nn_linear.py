@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import amp_kernels
 from amp_kernels.nn import Linear, convert_linear_
 from amp_kernels.reference.matmul import activate
-from amp_kernels.testing import error_and_allowed, randn
+from amp_kernels.testing.common import error_and_allowed, randn
 from amp_kernels.testing.matmul import ACTIVATIONS, LAYOUTS, compare
 
 LOW = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -14,7 +14,7 @@ from table_kernels import why_not_emulated
 from amp_kernels import GradScaler, grad_scaler
 from amp_kernels.ops.table import LEAST_LEAN, STATE_DTYPES, Row
 from amp_kernels.optim import FusedAdam, FusedRMSprop, FusedSGD, _base, _plan
-from amp_kernels.testing import DTYPES
+from amp_kernels.testing.common import DTYPES
 from amp_kernels.testing.updates import UPDATES
 
 

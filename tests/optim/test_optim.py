@@ -44,7 +44,7 @@ def run_against_torch(family: type, device: torch.device, options: dict[str, Any
     for params in zip(pair.params, *pair.copies, strict=True):
         states = [optimizer.state[p] for optimizer, p in zip(optimizers, params, strict=True)]
         for key in states[0].keys() - {"remainder", "step"}:
-            error, allowed = testing.error_and_allowed(*(state[key] for state in states))
+            error, allowed = testing.common.error_and_allowed(*(state[key] for state in states))
             assert error <= allowed, key
 
 

@@ -9,10 +9,10 @@ from optim_cases import ALL, FULL, Pair, dtypes, families, parameters, randn, se
 from amp_kernels import testing
 
 LAYOUTS = {
-    "contiguous": testing.LAYOUTS["contiguous"],
-    "channels_last": testing.LAYOUTS["channels_last"],
+    "contiguous": testing.common.LAYOUTS["contiguous"],
+    "channels_last": testing.common.LAYOUTS["channels_last"],
     "transposed": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
-    "with_gaps": testing.LAYOUTS["every_other"],
+    "with_gaps": testing.common.LAYOUTS["every_other"],
     "a_slice": lambda x: torch.cat([x, torch.full_like(x, torch.nan)], dim=1)[:, : x.shape[1]],
 }
 GRAD_LAYOUTS = {**LAYOUTS, "expanded": lambda x: x[:1].expand_as(x)}

@@ -13,8 +13,9 @@ from int8_networks import MODES, converted
 from torch import Tensor, nn
 
 import amp_kernels
-from amp_kernels import backends, testing
+from amp_kernels import backends
 from amp_kernels.testing import int8 as cases
+from amp_kernels.testing.common import randn
 
 pytestmark = pytest.mark.skipif(
     backends.backend_reasons("cpu")["cpu"] is not None or os.environ.get("TRITON_INTERPRET") == "1",
@@ -24,7 +25,12 @@ OURS = str(Path(amp_kernels.__file__).parent)
 
 
 def gradients() -> tuple[Tensor, ...]:
-    return testing.randn(9), testing.randn(3, 4, dtype=torch.float16), torch.tensor(0.5), torch.tensor(0.0)
+    return (
+        randn(9),
+        randn(3, 4, dtype=torch.float16),
+        torch.tensor(0.5),
+        torch.tensor(0.0),
+    )
 
 
 def unscale(a: Tensor, b: Tensor, factor: Tensor, flag: Tensor) -> tuple[Tensor, ...]:
@@ -34,8 +40,15 @@ def unscale(a: Tensor, b: Tensor, factor: Tensor, flag: Tensor) -> tuple[Tensor,
 
 
 def parameters() -> tuple[Tensor, ...]:
-    params = testing.randn(9), testing.randn(3, 4).to(torch.bfloat16)
-    return *params, testing.randn(9), testing.randn(3, 4), torch.zeros(9), torch.zeros(3, 4), params[1].float()
+    params = randn(9), randn(3, 4).to(torch.bfloat16)
+    return (
+        *params,
+        randn(9),
+        randn(3, 4),
+        torch.zeros(9),
+        torch.zeros(3, 4),
+        params[1].float(),
+    )
 
 
 def sgd(p: Tensor, q: Tensor, g: Tensor, h: Tensor, b: Tensor, c: Tensor, master: Tensor) -> tuple[Tensor, ...]:
@@ -50,7 +63,7 @@ def sgd(p: Tensor, q: Tensor, g: Tensor, h: Tensor, b: Tensor, c: Tensor, master
 def matrices() -> tuple[Tensor, ...]:
     """Of 16 bits from the start: Inductor leaves out that a value is rounded to fp16 and widened again."""
     shapes = (20, 33), (7, 33), (7,)
-    return tuple(testing.randn(*shape, dtype=dtype) for dtype in (torch.float16, torch.bfloat16) for shape in shapes)
+    return tuple(randn(*shape, dtype=dtype) for dtype in (torch.float16, torch.bfloat16) for shape in shapes)
 
 
 @torch.no_grad()
@@ -64,7 +77,7 @@ def products(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def codes() -> tuple[Tensor, ...]:
-    return testing.randn(5, 9), cases.integers(7, 9), testing.randn(7, 1).abs()
+    return randn(5, 9), cases.integers(7, 9), randn(7, 1).abs()
 
 
 def int8(x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
@@ -164,7 +177,7 @@ def test_a_package_of_int8_networks(tmp_path: Path) -> None:
         def forward(self, images: Tensor, texts: Tensor) -> tuple[list[Tensor], list[Tensor]]:
             return [cnn(images) for cnn in self.cnns], [encoder(texts) for encoder in self.encoders]
 
-    images, texts = testing.randn(4, 3, 16, 16), testing.randn(4, 16, 64)
+    images, texts = randn(4, 3, 16, 16), randn(4, 16, 64)
     networks = Networks()
     cnns, encoders = packaged(networks, (images, texts), tmp_path)(images, texts)
     expected = networks(images, texts)

@@ -143,7 +143,7 @@ def test_docstrings_are_complete() -> None:
 
 
 def test_examples_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(amp_kernels.amp, "_set_up", None)
+    monkeypatch.setattr(amp_kernels.integrations.apex, "_set_up", None)
     report = StringIO()
     failures = 0
     for public in {public.thing: public for public in _everything()}.values():

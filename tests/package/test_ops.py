@@ -50,8 +50,8 @@ def rmsprop_arguments(**rest: Any) -> dict[str, Any]:
 
 def lists(op: str) -> tuple[list[Tensor], ...]:
     """A 16-bit and an fp32 parameter, their gradients, states and the master."""
-    params = [testing.randn(5).to(F16), testing.randn(2, 3)]
-    grads = [testing.randn(5, dtype=F16), testing.randn(2, 3)]
+    params = [testing.common.randn(5).to(F16), testing.common.randn(2, 3)]
+    grads = [testing.common.randn(5, dtype=F16), testing.common.randn(2, 3)]
     states = [[torch.zeros(p.shape) for p in params] for _ in FAMILIES[op.removesuffix("_")].states]
     return params, grads, *states, [params[0].float()]
 
@@ -70,7 +70,7 @@ def update_arguments(family: Family, example: str = "full", *, is_scaled: bool =
 
 
 def op_samples() -> Iterator[Any]:
-    grads = lambda: [testing.randn(5), testing.randn(3, 4, dtype=F16).mT, testing.randn(0)]  # noqa: E731
+    grads = lambda: [testing.common.randn(5), testing.common.randn(3, 4, dtype=F16).mT, testing.common.randn(0)]  # noqa: E731
     yield pytest.param("unscale_", (grads(), one(0.5), one(0.0)), {}, id="unscale_")
     yield pytest.param("grad_norm", (grads(), None, one(0.0)), {}, id="grad_norm")
     yield pytest.param("grad_norm", (grads(), one(0.5), one(0.0)), {}, id="grad_norm-checked")
@@ -110,10 +110,10 @@ class Checked:
 def test_table_ops_write_only_what_their_schema_says(op: str) -> None:
     checked: Any = Checked()
     if op == "_unscale_table_":
-        gradient_pass(checked, [testing.randn(5)], one(0.5), one(0.0), write=True)
+        gradient_pass(checked, [testing.common.randn(5)], one(0.5), one(0.0), write=True)
     elif op == "_count_updates_":
-        parameter = torch.nn.Parameter(testing.randn(5, dtype=F16))
-        parameter.grad = testing.randn(5, dtype=F16)
+        parameter = torch.nn.Parameter(testing.common.randn(5, dtype=F16))
+        parameter.grad = testing.common.randn(5, dtype=F16)
         with served_by(checked):
             (plan,) = amp_kernels.optim.FusedSGD([parameter], lr=0.1)._prepare()
             plan.count_updates(None, one(0.0), None, 0.0)
@@ -460,7 +460,7 @@ def compiled_update(update: Update) -> Callable[..., Tensor]:
 
 
 def gradients() -> list[Tensor]:
-    return [testing.randn(9), testing.randn(3, 4, dtype=F16)]
+    return [testing.common.randn(9), testing.common.randn(3, 4, dtype=F16)]
 
 
 def with_grads() -> list[Tensor]:

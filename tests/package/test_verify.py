@@ -76,7 +76,7 @@ def test_a_wrong_backend_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     monkeypatch.setattr(reference, "unscale_", one_ulp_off)
     assert command.verify("reference", "cpu", ["unscale_"]) == 1
     printed = capsys.readouterr().out
-    unscaled = testing.randn(1, seed=1) * torch.tensor(0.37)
+    unscaled = testing.common.randn(1, seed=1) * torch.tensor(0.37)
     got, expected = unscaled.nextafter(torch.tensor(math.inf)).item(), unscaled.item()
     lines = printed.splitlines()
     first = lines.index(
@@ -210,7 +210,7 @@ def test_only_a_dtype_and_a_name(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("op", ["unscale_", "int8_matmul"])
 def test_a_seed_changes_inputs_and_is_gone_afterwards(op: str) -> None:
-    make = partial(testing.randn, 5) if op == "unscale_" else partial(testing.int8.integers, 5)
+    make = partial(testing.common.randn, 5) if op == "unscale_" else partial(testing.int8.integers, 5)
     usual = make()
     seen = []
     case = testing.Case(op, "fp32", "look", lambda _: iter([seen.append(make()) or testing.Result("x", 0, 0)]))
@@ -273,36 +273,36 @@ def test_the_commit_is_that_of_the_packages_clone(monkeypatch: pytest.MonkeyPatc
 # ------------------------------------------------------------------------------------------------- error rule
 def test_the_rule_is_the_designs() -> None:
     truth = torch.tensor([1.0, 2.0], dtype=torch.float64)
-    error, allowed = testing.error_and_allowed(truth + 3e-7, truth + torch.tensor([0.0, 1e-7]), truth)
+    error, allowed = testing.common.error_and_allowed(truth + 3e-7, truth + torch.tensor([0.0, 1e-7]), truth)
     assert error == pytest.approx(3e-7) and allowed == pytest.approx(2 * 1e-7 + 1e-7 * 2, rel=1e-6)
 
 
 @pytest.mark.parametrize("ours", [math.nan, math.inf])
 def test_the_rule_refuses_what_is_not_finite(ours: float) -> None:
-    error, allowed = testing.error_and_allowed(torch.tensor([ours]), torch.ones(1), torch.ones(1))
+    error, allowed = testing.common.error_and_allowed(torch.tensor([ours]), torch.ones(1), torch.ones(1))
     assert not error <= allowed
 
 
 def test_the_rule_wants_torchs_overflow() -> None:
     inf = torch.tensor([math.inf])
-    assert testing.error_and_allowed(inf, inf, torch.tensor([1e40]).double()) == (0.0, 0.0)
-    assert testing.error_and_allowed(torch.ones(1), inf, torch.tensor([1e40]).double())[0] == math.inf
-    assert testing.error_and_allowed(torch.ones(1), inf, torch.tensor([1.00001]).double())[0] == math.inf
-    assert testing.error_and_allowed(inf, torch.ones(1), torch.ones(1))[0] == math.inf
+    assert testing.common.error_and_allowed(inf, inf, torch.tensor([1e40]).double()) == (0.0, 0.0)
+    assert testing.common.error_and_allowed(torch.ones(1), inf, torch.tensor([1e40]).double())[0] == math.inf
+    assert testing.common.error_and_allowed(torch.ones(1), inf, torch.tensor([1.00001]).double())[0] == math.inf
+    assert testing.common.error_and_allowed(inf, torch.ones(1), torch.ones(1))[0] == math.inf
 
 
 def test_the_rule_takes_what_is_right_for_torchs_overflow() -> None:
     ours, theirs, truth = torch.tensor([3e38, 1.0]), torch.tensor([math.inf, 1.0]), torch.tensor([3e38, 1.0]).double()
-    assert testing.error_and_allowed(ours, theirs, truth) == (0.0, 1e-7)
+    assert testing.common.error_and_allowed(ours, theirs, truth) == (0.0, 1e-7)
 
 
 def test_differing_tells_zeros_apart() -> None:
-    assert testing.differing(torch.zeros(2), torch.tensor([0.0, -0.0])) == 1
+    assert testing.common.differing(torch.zeros(2), torch.tensor([0.0, -0.0])) == 1
 
 
 def test_differing_takes_any_nan_for_another() -> None:
     assert (
-        testing.differing(
+        testing.common.differing(
             torch.tensor([math.nan]), torch.tensor([0xFFC00001 - 2**32]).to(torch.int32).view(torch.float32)
         )
         == 0
@@ -311,19 +311,19 @@ def test_differing_takes_any_nan_for_another() -> None:
 
 def test_changed_sees_every_bit() -> None:
     nan = torch.tensor([math.nan])
-    assert testing.changed(nan, (nan.view(torch.int32) + 1).view(torch.float32)) == 1
+    assert testing.common.changed(nan, (nan.view(torch.int32) + 1).view(torch.float32)) == 1
 
 
-@pytest.mark.parametrize("layout", testing.LAYOUTS)
+@pytest.mark.parametrize("layout", testing.common.LAYOUTS)
 def test_layouts_keep_values_and_surround_them_with_nan(layout: str) -> None:
-    x = testing.randn(*testing.SHAPE)
-    view = testing.LAYOUTS[layout](x)
+    x = testing.common.randn(*testing.common.SHAPE)
+    view = testing.common.LAYOUTS[layout](x)
     assert torch.equal(view, x)
-    assert testing.written_outside(view) == 0
+    assert testing.common.written_outside(view) == 0
 
 
 @pytest.mark.parametrize("layout", ["sliced", "every_other", "misaligned"])
 def test_a_write_beside_a_view_is_seen(layout: str) -> None:
-    view = testing.LAYOUTS[layout](testing.randn(*testing.SHAPE))
+    view = testing.common.LAYOUTS[layout](testing.common.randn(*testing.common.SHAPE))
     view._base.fill_(0.0)
-    assert testing.written_outside(view) > 0
+    assert testing.common.written_outside(view) > 0

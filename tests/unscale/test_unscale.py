@@ -89,13 +89,13 @@ def test_scalars_may_have_one_dimension(shape: tuple[int, ...], device: torch.de
 
 
 def test_unscale_is_torchs_with_the_scalars_named(device: torch.device) -> None:
-    ours, theirs = testing.randn(1000).to(device), testing.randn(1000).to(device)
+    ours, theirs = testing.common.randn(1000).to(device), testing.common.randn(1000).to(device)
     unscale_([ours], inv_scale=scalar(0.37, device), found_inf=scalar(0.0, device))
     torch._amp_foreach_non_finite_check_and_unscale_([theirs], scalar(0.0, device), scalar(0.37, device))
     assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("dtype", testing.DTYPES.values(), ids=testing.DTYPES)
+@pytest.mark.parametrize("dtype", testing.common.DTYPES.values(), ids=testing.common.DTYPES)
 def test_every_single_position_is_checked(dtype: torch.dtype, device: torch.device) -> None:
     clean = torch.zeros(70, dtype=dtype, device=device)
     for i in range(70):
@@ -210,7 +210,7 @@ def test_grad_norm_of_100_million_elements(value: float, backend: str, device: t
 def test_norm_does_not_depend_on_threads(backend: str) -> None:
     if backend != "cpu":
         pytest.skip("CPU threads")
-    grads = [*testing.mixed(), testing.randn(300_000)]
+    grads = [*testing.common.mixed(), testing.common.randn(300_000)]
     threads = torch.get_num_threads()
     norms = []
     try:
@@ -226,7 +226,7 @@ def test_norm_does_not_depend_on_threads(backend: str) -> None:
 def parameters(device: torch.device, *dtypes: torch.dtype) -> list[Tensor]:
     params = [torch.zeros(50, dtype=dtype, device=device, requires_grad=True) for dtype in dtypes]
     for i, param in enumerate(params):
-        param.grad = testing.randn(50, dtype=param.dtype, seed=i).to(device)
+        param.grad = testing.common.randn(50, dtype=param.dtype, seed=i).to(device)
     return params
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from amp_kernels import testing
 from amp_kernels.ops.table import DTYPE_CODES
-from amp_kernels.testing import DTYPES, differing
+from amp_kernels.testing.common import DTYPES, differing
 
 # NumPy, underneath Triton's interpreter, warns where IEEE arithmetic overflows; that it does is tested.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")

@@ -78,7 +78,9 @@ def test_a_momentum_that_is_turned_off_leaves_no_trace(device, dtype):
 def test_a_compiled_step_serves_every_count(device):
     """One graph of the first count and one of all others: a graph for each would end at torch's limit of eight."""
     counter = CompileCounter()
-    lists = [[testing.randn(100).to(device)] for _ in range(2)] + [[torch.zeros(100, device=device)] for _ in range(2)]
+    lists = [[testing.common.randn(100).to(device)] for _ in range(2)] + [
+        [torch.zeros(100, device=device)] for _ in range(2)
+    ]
     copies = [[t.clone() for t in tensors] for tensors in lists]
     compiled = torch.compile(lambda step: amp_kernels.adam_(*lists, steps_taken=step, **OPTIONS), backend=counter)
     for step in range(12):

@@ -56,7 +56,7 @@ def test_an_average_follows_masters(device, decay):
     before, weights = [a.clone() for a in averages], [m.clone() for m in masters(optimizer)]
     ema_(averages, optimizer, decay)
     assert_followed(averages, before, optimizer, decay)
-    assert sum(map(testing.changed, weights, masters(optimizer))) == 0
+    assert sum(map(testing.common.changed, weights, masters(optimizer))) == 0
 
 
 @pytest.mark.parametrize("of_average", LAYOUTS)
@@ -177,7 +177,7 @@ def test_under_scalers(device, kind, unscale, optimizer_class):
         scaler.step(optimizer)
         scaler.update()
         ema_(averages, optimizer, 0.5)
-        moved.append(any(map(testing.changed, before, averages)))
+        moved.append(any(map(testing.common.changed, before, averages)))
     assert moved == [True, False, False, True]
 
 
@@ -225,7 +225,7 @@ def test_what_does_not_fit(device):
     ):
         with pytest.raises(error, match=f"^ema_: .*{sentence}"):
             ema_(*arguments)
-    assert sum(map(testing.changed, before, averages)) == 0
+    assert sum(map(testing.common.changed, before, averages)) == 0
 
 
 def test_what_has_a_state_follows_no_remainders(device: torch.device) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from amp_kernels import testing
 from amp_kernels.reference._master import join, split
-from amp_kernels.testing import differing
+from amp_kernels.testing.common import differing
 
 # NumPy, underneath Triton's interpreter, warns where IEEE arithmetic overflows.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -127,16 +127,16 @@ def test_masters_are_joined_as_specified(dtype: torch.dtype, launcher: Launcher)
 @low_dtypes
 def test_three_hundred_steps(op: str, dtype: torch.dtype, device: torch.device) -> None:
     """Bit-equal to full masters that are stored as weight and remainder, and next to full masters that are not."""
-    start = [testing.randn(2000, dtype=dtype)]
+    start = [testing.common.randn(2000, dtype=dtype)]
     update = testing.updates.UPDATES[op.removesuffix("_")]
     ours, stored, full = (
-        testing.UpdateInputs(op, start, update.examples["momentum"], device, masters=how)
+        testing.updates.UpdateInputs(op, start, update.examples["momentum"], device, masters=how)
         for how in ("split", "full", "full")
     )
     stored.masters[0].copy_(ours.fp32()[0])
     full.masters[0].copy_(stored.masters[0])
     for k in range(300):
-        noise = testing.randn(2000, seed=k).to(device)
+        noise = testing.common.randn(2000, seed=k).to(device)
         for inputs in (ours, stored, full):
             gradient = (0.1 * noise + inputs.fp32()[0]).to(dtype)
             inputs.step([gradient], first=k == 0, lr=1e-3)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"
 
 def test_a_constant_gradient_has_no_negative_variance(device: torch.device) -> None:
     """torch takes the root of v - a^2 where rounding made it negative, and gets NaN."""
-    ours = testing.UpdateInputs("rmsprop_", [torch.linspace(0.1, 3.0, 500)], {"centered": True}, device)
+    ours = testing.updates.UpdateInputs("rmsprop_", [torch.linspace(0.1, 3.0, 500)], {"centered": True}, device)
     grads = [torch.linspace(0.1, 3.0, 500, device=device)]
     for _ in range(40):
         ours.step(grads, alpha=0.3, lr=1e-9)
@@ -25,8 +25,8 @@ def test_a_constant_gradient_has_no_negative_variance(device: torch.device) -> N
 
 
 def test_a_nan_in_the_variance_is_kept(device: torch.device) -> None:
-    ours = testing.UpdateInputs("rmsprop_", [testing.randn(50)], {"centered": True}, device)
-    grad = testing.randn(50, seed=1).to(device)
+    ours = testing.updates.UpdateInputs("rmsprop_", [testing.common.randn(50)], {"centered": True}, device)
+    grad = testing.common.randn(50, seed=1).to(device)
     grad[7], grad[8] = math.nan, math.inf  # inf - inf
     ours.step([grad])
     assert torch.equal(ours.params[0].isnan(), ~grad.isfinite())
@@ -42,7 +42,7 @@ def test_without_momentum_the_buffer_is_ignored(device: torch.device) -> None:
 
 
 def test_a_zero_gradient_moves_nothing(device: torch.device) -> None:
-    ours = testing.UpdateInputs("rmsprop_", [torch.ones(3)], {}, device)
+    ours = testing.updates.UpdateInputs("rmsprop_", [torch.ones(3)], {}, device)
     before = ours.params[0].clone()
     ours.step([torch.zeros(3, device=device)])
     assert torch.equal(ours.params[0], before)

@@ -49,8 +49,8 @@ def test_weights_written_past_the_caches(dtype: torch.dtype, offset: int, backen
     size = (1 << 22) + 5
     storage = torch.full((offset + size + 16,), 7.0, dtype=dtype, device=device)
     param = storage[offset : offset + size]
-    param.copy_(testing.randn(size, dtype=dtype))
-    master, grad = param.float(), testing.randn(size, dtype=dtype, seed=1).to(device)
+    param.copy_(testing.common.randn(size, dtype=dtype))
+    master, grad = param.float(), testing.common.randn(size, dtype=dtype, seed=1).to(device)
     expected = master - grad.float()
     sgd_([param], [grad], [], [master], is_first_step=True, **PLAIN)
     torch.testing.assert_close(master, expected, rtol=1e-6, atol=1e-6)

@@ -19,7 +19,7 @@ from amp_kernels.families import FAMILIES
 from amp_kernels.ops.table import DTYPE_CODES, HYPER_COLUMNS, RECORD, STATE_DTYPES, UPDATE_ROWS, Row
 from amp_kernels.reference._master import join
 from amp_kernels.reference._master import split as split_
-from amp_kernels.testing import DTYPES, differing, error_and_allowed
+from amp_kernels.testing.common import DTYPES, differing, error_and_allowed
 from amp_kernels.testing.updates import UPDATES
 
 # NumPy, underneath Triton's interpreter, warns where IEEE arithmetic overflows; that it does is tested.

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from amp_kernels import testing
 from amp_kernels.families import FAMILIES
-from amp_kernels.testing.updates import UPDATES
+from amp_kernels.testing.common import DTYPES, changed, error_and_allowed, randn
+from amp_kernels.testing.updates import UPDATES, UpdateInputs, torch_step
 
 # NumPy, underneath Triton's interpreter, warns where IEEE arithmetic overflows; that it does is tested.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -22,22 +23,22 @@ ops = pytest.mark.parametrize("op", OPTIONS)
 
 def inputs(
     op: str, device: torch.device, *dtypes: torch.dtype, example: str = "full"
-) -> tuple[testing.UpdateInputs, list[Tensor]]:
+) -> tuple[UpdateInputs, list[Tensor]]:
     """Parameters of these dtypes, and gradients for them."""
-    values = [testing.randn(50, dtype=dtype, seed=i) for i, dtype in enumerate(dtypes)]
-    grads = [testing.randn(50, dtype=dtype, seed=10 + i).to(device) for i, dtype in enumerate(dtypes)]
-    return testing.UpdateInputs(op, values, OPTIONS[op][example], device), grads
+    values = [randn(50, dtype=dtype, seed=i) for i, dtype in enumerate(dtypes)]
+    grads = [randn(50, dtype=dtype, seed=10 + i).to(device) for i, dtype in enumerate(dtypes)]
+    return UpdateInputs(op, values, OPTIONS[op][example], device), grads
 
 
-def assert_follows_torch(ours: testing.UpdateInputs, grads: Sequence[Tensor], lr: float = 0.1) -> None:
+def assert_follows_torch(ours: UpdateInputs, grads: Sequence[Tensor], lr: float = 0.1) -> None:
     """The error rule after a step of the one parameter with each of these gradients."""
     theirs, truth = (ours.torch_optimizer(dtype, lr) for dtype in (torch.float32, torch.float64))
     for k, grad in enumerate(grads):
         ours.step([grad], first=k == 0, lr=lr)
-        testing.torch_step(theirs, [grad])
-        testing.torch_step(truth, [grad])
+        torch_step(theirs, [grad])
+        torch_step(truth, [grad])
     their, true = (o.param_groups[0]["params"][0] for o in (theirs, truth))
-    error, allowed = testing.error_and_allowed(ours.fp32()[0], their, true)
+    error, allowed = error_and_allowed(ours.fp32()[0], their, true)
     assert error <= allowed
     assert all(result.passed for result in ours.weight_results())
 
@@ -50,10 +51,10 @@ def test_case(case: testing.Case, backend: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(("op", "name"), [(op, name) for op, every in OPTIONS.items() for name in every])
-@pytest.mark.parametrize("dtype", testing.DTYPES.values(), ids=testing.DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 def test_twenty_steps_follow_torch(dtype: torch.dtype, op: str, name: str, device: torch.device) -> None:
-    ours = testing.UpdateInputs(op, [testing.randn(2000, dtype=dtype)], OPTIONS[op][name], device)
-    grads = [testing.randn(2000, dtype=dtype, seed=k + 1).to(device) for k in range(20)]
+    ours = UpdateInputs(op, [randn(2000, dtype=dtype)], OPTIONS[op][name], device)
+    grads = [randn(2000, dtype=dtype, seed=k + 1).to(device) for k in range(20)]
     assert_follows_torch(ours, grads, lr=UPDATES[op.removesuffix("_")].lr)
 
 
@@ -64,8 +65,8 @@ def test_decay_that_nearly_cancels_the_gradient(
 ) -> None:
     if backend == "triton" and device.type == "cpu":
         pytest.skip("the interpreter rounds the product of an fma")
-    ours = testing.UpdateInputs(op, [testing.randn(20000)], {"weight_decay": weight_decay}, device)
-    grad = -weight_decay * ours.params[0] * (1 + 1e-6 * testing.randn(20000, seed=1).to(device))
+    ours = UpdateInputs(op, [randn(20000)], {"weight_decay": weight_decay}, device)
+    grad = -weight_decay * ours.params[0] * (1 + 1e-6 * randn(20000, seed=1).to(device))
     # At a usual rate the rounding of so small a gradient would not show in SGD's parameters.
     assert_follows_torch(ours, [grad], lr={"sgd_": 1e6}.get(op, 0.1))
 
@@ -91,20 +92,20 @@ def test_without_decay_an_infinite_parameter_stays(op: str, device: torch.device
 def test_same_inputs_same_bits(op: str, device: torch.device) -> None:
     results = []
     for _ in range(2):
-        ours, grads = inputs(op, device, *testing.DTYPES.values())
+        ours, grads = inputs(op, device, *DTYPES.values())
         ours.step(grads)
         results.append(ours.written())
-    assert sum(map(testing.changed, *results)) == 0
+    assert sum(map(changed, *results)) == 0
 
 
 # -------------------------------------------------------------------------------------------------- arguments
 @ops
 @pytest.mark.parametrize("found", [1.0, 2.0, math.inf, math.nan])
 def test_a_skipped_step_changes_no_bit(found: float, op: str, device: torch.device) -> None:
-    ours, grads = inputs(op, device, *testing.DTYPES.values())
+    ours, grads = inputs(op, device, *DTYPES.values())
     before = [x.clone() for x in ours.written()]
     ours.step(grads, found_inf=torch.tensor(found, device=device))
-    assert sum(map(testing.changed, before, ours.written())) == 0
+    assert sum(map(changed, before, ours.written())) == 0
 
 
 @ops
@@ -121,13 +122,13 @@ def test_a_tensor_lr_gives_the_bits_of_a_float(op: str, device: torch.device) ->
     b, _ = inputs(op, device, torch.float16)
     a.step(grads, lr=0.1)
     b.step(grads, lr=torch.tensor(0.1, device=device))
-    assert sum(map(testing.changed, a.written(), b.written())) == 0
+    assert sum(map(changed, a.written(), b.written())) == 0
 
 
 @ops
 def test_scalars_may_have_one_dimension(op: str, device: torch.device) -> None:
     one, zero, lr = (torch.tensor([x], device=device) for x in (1.0, 0.0, 0.5))
-    ours = testing.UpdateInputs(op, [torch.tensor(3.0)], {}, device)
+    ours = UpdateInputs(op, [torch.tensor(3.0)], {}, device)
     ours.step([torch.tensor(1.0, device=device)], lr=lr, grad_scale=one, found_inf=zero)
     assert ours.params[0].item() < 3.0
 
@@ -151,8 +152,8 @@ def test_generators(op: str, device: torch.device) -> None:
 
 @ops
 def test_empty_lists(op: str, device: torch.device) -> None:
-    testing.UpdateInputs(op, [], {}, device).step([])
-    testing.UpdateInputs(op, [], {}, device).step([], lr=torch.tensor(0.1, device=device))  # which names a device
+    UpdateInputs(op, [], {}, device).step([])
+    UpdateInputs(op, [], {}, device).step([], lr=torch.tensor(0.1, device=device))  # which names a device
 
 
 # --------------------------------------------------------------------------------------------------- autograd

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from amp_kernels.nn import Int8ConvTranspose2d
 from amp_kernels.nn.int8 import Int8ProductLayer
 from amp_kernels.quantization import convert_, export_onnx, prepare_, quantize_
-from amp_kernels.testing import randn
+from amp_kernels.testing.common import randn
 
 # Operators that multiply integers, after onnxruntime has replaced what it can.
 PRODUCTS = "QLinearConv", "QGemm", "QLinearMatMul", "MatMulIntegerToFloat", "ConvInteger", "MatMulInteger"

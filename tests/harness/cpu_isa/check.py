@@ -7,7 +7,8 @@ import torch
 
 import amp_kernels
 from amp_kernels import reference
-from amp_kernels.testing import error_and_allowed, int8, randn
+from amp_kernels.testing import int8
+from amp_kernels.testing.common import error_and_allowed, randn
 
 TILES = {"portable": 0, "avx2": 1, "avx512": 2}
 SIZES = [(1, 1, 1), (2, 64, 5), (4, 129, 33), (5, 7, 3), (13, 0, 17), (15, 100, 31), (29, 333, 70), (60, 64, 129)]
