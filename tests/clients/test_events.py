@@ -417,7 +417,9 @@ class Training:
                     dtype, state = group["state_dtype"], self.ours.state.get(p, {})
                     theirs = self.theirs.state.get(copies[p], {}).get(name)
                     array = state.get(f"{name}_codes" if dtype is torch.int8 else name)
-                    is_dtype = array is not None and (dtype is torch.int8 or array.dtype is dtype)
+                    # A state that the program wrote lies next to the codes until a step converts it.
+                    is_stored = name not in state if dtype is torch.int8 else getattr(array, "dtype", None) is dtype
+                    is_dtype = array is not None and is_stored
                     is_converted = is_dtype and array.stride() == torch.empty_like(p).stride()
                     must_be = p.grad is not None and not is_skipped
                     if theirs is not None and (must_be or is_converted):
