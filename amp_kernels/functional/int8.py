@@ -288,13 +288,10 @@ def fake_quantize_int8(
     The result differs from `quantize_int8(x, ...).dequantize(x.dtype)` in one case. If `scale` is given,
     `quantize_int8` gives NaN the same code as 0, but here NaN stays NaN.
 
+    The other arguments are those of `amp_kernels.quantize_int8`.
+
     Args:
         x: fp16, bf16 or fp32, of any shape and strides.
-        dim: The dimensions to reduce, as in `quantize_int8`.
-        block_size: Length of a group along the last dimension, as in `quantize_int8`.
-        symmetric: Quantize without a zero point. Ignored if `scale` is given.
-        scale: Scales to use, as in `quantize_int8`. None takes them from the range of `x`.
-        zero_point: Zero points to use, as in `quantize_int8`.
 
     Returns:
         A tensor of x's shape and dtype. If `x` is dense, it has x's strides. Otherwise it is row-major.
@@ -408,18 +405,16 @@ def int8_conv2d(
     The rows are not stored. Kernels gather them from `x` while they multiply. A kernel of one pixel with stride 1 and
     without padding needs no gathering. A GPU multiplies such a convolution by a CUDA C++ kernel of `int8_matmul`.
 
+    The other arguments are those of `amp_kernels.int8_matmul`.
+
     Args:
         x: `[B, H, W, C]`, with one scale or one per image (`dim=(1, 2, 3)`). If the codes are not row-major, they are
             copied first. The CUDA C++ kernel also copies codes whose `C` is not a multiple of 16.
         weight: `[N, kernel height, kernel width, C]`, symmetric, with one scale or one per output channel
             (`dim=(1, 2, 3)`).
-        bias: fp32 `[N]`, or None.
         stride: One int, or one each for height and width.
         padding: One int, or one each for height and width. At each end, this many pixels are added.
         dilation: One int, or one each for height and width.
-        out_dtype: fp32, fp16 or bf16.
-        out_scale: One fp32 element. The result is then quantized with it, for the next layer.
-        out_zero_point: One int32 element. It may be given only together with `out_scale`.
 
     Returns:
         Row-major `[B, output height, output width, N]` in `out_dtype`, or int8 codes if `out_scale` is given. The

@@ -357,27 +357,6 @@ def _reference_straight_through(
     return _with_strides(out, Plan.of(x, groups_of(x, scale, None, block_size)).out, x.dtype)
 
 
-def _reference_matmul(
-    a: Tensor, b: Tensor, a_scale: Tensor, a_zero_point: Tensor | None, b_scale: Tensor, b_zero_point: Tensor | None,
-    bias: Tensor | None, out_dtype: torch.dtype, out_scale: Tensor | None, out_zero_point: Tensor | None,
-) -> Tensor:  # fmt: skip
-    return reference.int8_matmul(
-        a, b, a_scale, a_zero_point, b_scale, b_zero_point,
-        bias=bias, out_dtype=out_dtype, out_scale=out_scale, out_zero_point=out_zero_point,
-    ).contiguous()  # fmt: skip
-
-
-def _reference_conv2d(
-    x: Tensor, weight: Tensor, x_scale: Tensor, x_zero_point: Tensor | None, weight_scale: Tensor, bias: Tensor | None,
-    stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], out_dtype: torch.dtype,
-    out_scale: Tensor | None, out_zero_point: Tensor | None,
-) -> Tensor:  # fmt: skip
-    return reference.int8_conv2d(
-        x, weight, x_scale, x_zero_point, weight_scale, bias=bias, stride=stride, padding=padding, dilation=dilation,
-        out_dtype=out_dtype, out_scale=out_scale, out_zero_point=out_zero_point,
-    ).contiguous()  # fmt: skip
-
-
 # ------------------------------------------------------------------------------------------------------------- checks
 def _check_quantize(
     x: Tensor, scale: Tensor | None, zero_point: Tensor | None, dim: Sequence[int] | None, block_size: int | None,
@@ -727,7 +706,7 @@ int8_matmul = operator(
     "int8_matmul(Tensor a, Tensor b, Tensor a_scale, Tensor? a_zero_point, Tensor b_scale, Tensor? b_zero_point, "
     "Tensor? bias, ScalarType out_dtype, Tensor? out_scale, Tensor? out_zero_point) -> Tensor",
     check=_check_matmul,
-    reference=_reference_matmul,
+    reference=lambda *args: reference.int8_matmul(*args).contiguous(),
     fake=_traced_matmul,
     launch=_matmul,
     delegates=True,
@@ -737,7 +716,7 @@ int8_conv2d = operator(
     "int[] stride, int[] padding, int[] dilation, ScalarType out_dtype, Tensor? out_scale, Tensor? out_zero_point) -> "
     "Tensor",
     check=_check_conv2d,
-    reference=_reference_conv2d,
+    reference=lambda *args: reference.int8_conv2d(*args).contiguous(),
     fake=_traced_conv2d,
     launch=_conv2d,
     delegates=True,

@@ -90,7 +90,7 @@ def fake_quantize_int8(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Round a tensor to the values of its int8 codes: the specification of `amp_kernels.fake_quantize_int8`.
 
-    It takes the arguments of `amp_kernels.fake_quantize_int8`. NaN stays NaN.
+    It takes the arguments of `amp_kernels.quantize_int8`. NaN stays NaN.
 
     Returns:
         The tuple `(values, scale, zero_point)`, with dequantized values in the dtype of `x`.
@@ -138,7 +138,6 @@ def int8_matmul(
     a_zero_point: Tensor | None,
     b_scale: Tensor,
     b_zero_point: Tensor | None,
-    *,
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.float32,
     out_scale: Tensor | None = None,
@@ -147,6 +146,7 @@ def int8_matmul(
     """Multiply int8 codes in plain torch: the specification of `amp_kernels.int8_matmul`.
 
     The result is `(a - a_zero_point) @ (b - b_zero_point) * (a_scale * b_scale) + bias`; the sum of products is exact.
+    The other arguments are those of `amp_kernels.int8_matmul`.
 
     Args:
         a: int8 `[M, K]`.
@@ -155,10 +155,6 @@ def int8_matmul(
         a_zero_point: int32, with as many elements as `a_scale`, or None.
         b_scale: fp32, with one element, or with one element per column of `b`.
         b_zero_point: int32, with as many elements as `b_scale`, or None.
-        bias: fp32 `[N]`, or None.
-        out_dtype: fp32, fp16 or bf16.
-        out_scale: One fp32 element, the scale with which the result is quantized. None to return floats.
-        out_zero_point: One int32 element, or None. If `out_scale` is None, it must be None.
 
     Returns:
         `[M, N]` in `out_dtype`, or int8 codes if `out_scale` is given.
@@ -188,7 +184,6 @@ def int8_conv2d(
     x_scale: Tensor,
     x_zero_point: Tensor | None,
     weight_scale: Tensor,
-    *,
     bias: Tensor | None = None,
     stride: Sequence[int] = (1, 1),
     padding: Sequence[int] = (0, 0),
@@ -200,6 +195,7 @@ def int8_conv2d(
     """Convolve int8 codes in plain torch: the specification of `amp_kernels.int8_conv2d`.
 
     Each output pixel is a row of `int8_matmul`: the codes of `x` under the kernel, times the codes of the weight.
+    The other arguments are those of `amp_kernels.int8_conv2d`.
 
     Args:
         x: int8 `[B, H, W, C]`.
@@ -207,14 +203,6 @@ def int8_conv2d(
         x_scale: fp32, with one element, or with one element per image.
         x_zero_point: int32, with as many elements as `x_scale`, or None.
         weight_scale: fp32, with one element, or with one element per output channel.
-        bias: fp32 `[N]`, or None.
-        stride: Along height and width.
-        padding: Pixels that are added at each end of height and width. Their code is the zero point, clamped to the
-            range of int8.
-        dilation: Along height and width.
-        out_dtype: fp32, fp16 or bf16.
-        out_scale: One fp32 element, the scale with which the result is quantized. None to return floats.
-        out_zero_point: One int32 element, or None. If `out_scale` is None, it must be None.
 
     Returns:
         `[B, output height, output width, N]` in `out_dtype`, or int8 codes if `out_scale` is given.
