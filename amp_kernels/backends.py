@@ -209,7 +209,7 @@ def kernels(backend: str) -> Kernels | None:
         return None
     if backend == "triton":
         return triton_kernels()
-    names = ("_unscale_table_", "_update_table_", "_count_updates_", "_load_unscale", "_load_update", "_send_")
+    names = ("_unscale_table_", "_update_table_", "_load_unscale", "_load_update", "_send_")
     return SimpleNamespace(**{name: getattr(torch.ops.amp_kernels, name).default for name in names})
 
 

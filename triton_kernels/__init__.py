@@ -15,12 +15,11 @@ from .int8_quantize import _quantize_int8_
 from .matmul import _matmul_
 from .send import _send_
 from .unscale import _load_unscale, _unscale_table_
-from .update import _count_updates_, _load_update, _update_table_
+from .update import _load_update, _update_table_
 
 __all__ = [
     "_copy_pad_",
     "_count_exponents_",
-    "_count_updates_",
     "_dequantize_int8_",
     "_int8_conv2d_",
     "_int8_linear_",

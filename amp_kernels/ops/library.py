@@ -45,14 +45,13 @@ Kernel = Callable[..., Any]
 class Kernels(Protocol):
     """The kernels that Python launches: Triton kernels, or in tests CUDA kernels on the emulator.
 
-    The step plan of an optimizer (optim/_plan.py) uses only the first six: three that read the table of tensors
-    (ops/table.py), two that load kernels for them, and one that sends the table to a GPU. C++ has these six too, as
+    The step plan of an optimizer (optim/_plan.py) uses only the first five: two that read the table of tensors
+    (ops/table.py), two that load kernels for them, and one that sends the table to a GPU. C++ has these five too, as
     operators: see `backends.kernels`.
     """
 
     _unscale_table_: Kernel
     _update_table_: Kernel
-    _count_updates_: Kernel
     _load_unscale: Kernel
     _load_update: Kernel
     _send_: Kernel  # not called on a CPU, where kernels read the table in host memory

@@ -25,7 +25,6 @@ FILES = (
     "exponents/test_exponents.py",
     "update/test_update_table.py",
     "update/test_lean_states.py",
-    "update/test_lost.py",
     pytest.param("precision/test_precision.py", marks=pytest.mark.nightly),
     *(pytest.param(file, marks=pytest.mark.nightly) for file in UPDATES if (TESTS / file).exists()),
 )

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from served import served_by
 from torch import Tensor
 from torch.utils import _python_dispatch
 
@@ -106,17 +105,11 @@ class Checked:
 # Table ops write through addresses that no schema can show, so they are never traced and have no fake: only
 # what the schema says of their arguments is checked. `_send_` has no CPU kernel.
 @pytest.mark.skipif(backends.backend_reasons("cpu")["cpu"] is not None, reason="there are no C++ kernels here")
-@pytest.mark.parametrize("op", ["_unscale_table_", "_update_table_", "_count_updates_"])
+@pytest.mark.parametrize("op", ["_unscale_table_", "_update_table_"])
 def test_table_ops_write_only_what_their_schema_says(op: str) -> None:
     checked: Any = Checked()
     if op == "_unscale_table_":
         gradient_pass(checked, [testing.randn(5)], one(0.5), one(0.0), write=True)
-    elif op == "_count_updates_":
-        parameter = torch.nn.Parameter(testing.randn(5, dtype=F16))
-        parameter.grad = testing.randn(5, dtype=F16)
-        with served_by(checked):
-            (plan,) = amp_kernels.optim.FusedSGD([parameter], lr=0.1)._prepare()
-            plan.count_updates(None, one(0.0), None, 0.0)
     else:
         for family in FAMILIES.values():
             update(checked, *update_arguments(family))

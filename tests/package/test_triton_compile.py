@@ -202,21 +202,6 @@ def test_update_of_lean_states(family: str, state_dtype: str, tmp_path: Path) ->
         assert len(re.findall(r"\bst\.global[\w.:]*\.b32", compiled.ptx)) >= of_states
 
 
-@pytest.mark.parametrize(("family", "state_dtype"), [("sgd", "int8"), ("rmsprop", "fp32"), ("adam", "bf16")])
-def test_counts_of_lost_updates(family: str, state_dtype: str, tmp_path: Path) -> None:
-    """A thread loads two packs of everything that the update loads, and stores nothing."""
-    states = 1 if family == "sgd" else 3  # momentum_buffer, square_avg and momentum_buffer, or exp_avg and exp_avg_sq
-    code = CODES["fp32"] if state_dtype == "fp32" else LEAN[state_dtype]
-    constants = update._options(family, CODES["bf16"], True, CODES["bf16"], states, code)
-    options = {name: constants.pop(name) for name in UPDATE}
-    compiled = Compiled(update._count_kernel, 90, options, tmp_path, **constants)
-    assert compiled.registers_stack_local()[1:] == [0, 0]
-    assert ".ftz" not in compiled.ptx and not re.search(r"\bst\.global", compiled.ptx)
-    of_states = 2 * states.bit_count()
-    assert compiled.count("ld.v2.b32") == 6 + (of_states if state_dtype == "bf16" else 0)
-    assert compiled.count("ld.v4.b32") == (of_states if state_dtype == "fp32" else 0)
-
-
 INT8_KERNELS = [
     int8_quantize._extremes_kernel,
     int8_quantize._quantize_kernel,
@@ -242,7 +227,6 @@ MATMUL_KERNELS = [
         _unscale_kernel,
         exponents._exponents_kernel,
         update._update_kernel,
-        update._count_kernel,
         *INT8_KERNELS,
         *MATMUL_KERNELS,
     ],

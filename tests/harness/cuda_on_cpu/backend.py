@@ -39,7 +39,6 @@ _SIGNATURES = {
         *[_INT] * 3,
         *[_POINTER] * 3,
         ctypes.c_float,
-        _POINTER,
     ),
     **dict.fromkeys(
         (
@@ -272,26 +271,16 @@ def _send_(host: Tensor, to: Tensor) -> None:
     _call("send", host.data_ptr(), to.data_ptr(), host.numel())
 
 
-def _update_table_(family: str, table: Tensor, chunks: Tensor, chunk_size: int, record: Tensor, *rest: Any) -> None:
-    _update_or_count(family, table, chunks, chunk_size, record, *rest, counts=None)
-
-
-def _count_updates_(family: str, table: Tensor, chunks: Tensor, chunk_size: int, *rest: Any) -> None:
-    *rest, counts = rest
-    assert counts.is_contiguous()
-    _update_or_count(family, table, chunks, chunk_size, None, *rest, counts=counts)
-
-
-def _update_or_count(
-    family: str, table: Tensor, chunks: Tensor, chunk_size: int, record: Tensor | None, hyper: Tensor, lr: Tensor,
+def _update_table_(
+    family: str, table: Tensor, chunks: Tensor, chunk_size: int, record: Tensor, hyper: Tensor, lr: Tensor,
     param_dtype: int, split: bool, grad_dtype: int, states: int, state_dtype: int, grad_scale: Tensor | None,
-    found_inf: Tensor | None, grad_norm: Tensor | None, max_norm: float, *, counts: Tensor | None,
+    found_inf: Tensor | None, grad_norm: Tensor | None, max_norm: float,
 ) -> None:  # fmt: skip
     arrays = [_address(x) for x in (record, hyper, lr)]
     scalars = [_address(x) for x in (grad_scale, found_inf, grad_norm)]
     form = (param_dtype, split, grad_dtype, states, state_dtype)
     place = _table(table, chunks, chunk_size)
-    _call("update_table", family.encode(), *place, *arrays, *form, *scalars, max_norm, _address(counts))
+    _call("update_table", family.encode(), *place, *arrays, *form, *scalars, max_norm)
 
 
 def _load_unscale(beside: Tensor) -> int:

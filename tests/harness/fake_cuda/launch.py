@@ -17,7 +17,6 @@ from triton.runtime.jit import JITFunction
 
 import amp_kernels
 from amp_kernels.families import FAMILIES
-from amp_kernels.optim import FusedSGD
 from amp_kernels.testing.updates import UPDATES
 
 FP16, BF16 = torch.float16, torch.bfloat16
@@ -39,13 +38,6 @@ def count_exponents() -> None:
     tensors = [matrix(4096, dtype=FP16)]
     results = (torch.zeros(1, 257, dtype=torch.int64), torch.zeros(1), torch.zeros(1, dtype=torch.float64))
     torch.ops.amp_kernels.count_exponents_(tensors, *results)
-
-
-def count_lost_updates() -> None:
-    parameter = torch.nn.Parameter(matrix(4096, dtype=FP16))
-    parameter.grad = matrix(4096, dtype=FP16)
-    (plan,) = FusedSGD([parameter], lr=0.1)._prepare()
-    plan.count_updates(None, None, None, 0.0)
 
 
 def straight_through() -> None:
@@ -73,7 +65,6 @@ CALLS: dict[str, Callable[[], object]] = {
     "grad_norm": lambda: amp_kernels.grad_norm([matrix(4096)], **scalars()),
     "count_exponents_": count_exponents,
     **{family: lambda family=family: step_of(family)() for family in FAMILIES},
-    "lost updates": count_lost_updates,
     "quantize rows": lambda: amp_kernels.quantize_int8(matrix(2048, 4096), dim=-1),
     "quantize columns, asymmetric": lambda: amp_kernels.quantize_int8(matrix(2048, 4096), dim=0, symmetric=False),
     "quantize a tensor, stochastic": lambda: amp_kernels.quantize_int8(
