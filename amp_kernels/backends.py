@@ -118,9 +118,9 @@ class _Interceptor(TorchDispatchMode):
         device = next((a.device for a in arguments if isinstance(a, torch.Tensor)), None)
         if device is not None:
             refuse(self.backend, device)
-        if self.backend == "reference":
+        if self.backend == "reference" or (self.backend == "triton" and definition.launch is None):
             return definition.reference(*args, **kwargs)
-        if self.backend == "triton" and definition.launch is not None:
+        if self.backend == "triton":
             return definition.launch(triton_kernels(), *args, **kwargs)
         return (definition.compiled if self.backend == "cuda" else func)(*args, **kwargs)
 

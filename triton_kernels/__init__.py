@@ -7,7 +7,6 @@ if __name__ != "amp_kernels.triton_kernels":
     )
 
 from .copy_pad import _copy_pad_
-from .exponents import _count_exponents_, _load_exponents
 from .int8_conv2d import _int8_conv2d_
 from .int8_dequantize import _dequantize_int8_, _straight_through_int8_
 from .int8_matmul import _int8_linear_, _int8_matmul_
@@ -19,12 +18,10 @@ from .update import _load_update, _update_table_
 
 __all__ = [
     "_copy_pad_",
-    "_count_exponents_",
     "_dequantize_int8_",
     "_int8_conv2d_",
     "_int8_linear_",
     "_int8_matmul_",
-    "_load_exponents",
     "_load_unscale",
     "_load_update",
     "_matmul_",

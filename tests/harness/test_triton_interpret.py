@@ -22,7 +22,6 @@ UPDATES = [f"update/test_{name}.py" for name in ("averages", "remainder", *FAMIL
 FILES = (
     *FOR_TRITON_ALONE,
     "unscale/test_unscale_table.py",
-    "exponents/test_exponents.py",
     "update/test_update_table.py",
     "update/test_lean_states.py",
     pytest.param("precision/test_precision.py", marks=pytest.mark.nightly),

@@ -16,7 +16,7 @@ from torch.utils import _python_dispatch
 import amp_kernels
 from amp_kernels import backends, testing
 from amp_kernels.families import FAMILIES, Family
-from amp_kernels.ops.library import Kernels
+from amp_kernels.ops.library import DEFINITIONS, Kernels
 from amp_kernels.ops.lists import gradient_pass, update
 from amp_kernels.testing.updates import UPDATES, Update
 
@@ -123,6 +123,21 @@ def test_a_backend_has_the_kernels_that_its_type_names(name: str) -> None:
     ops: Any = backends.kernels(name)
     declared = set(Kernels.__annotations__)
     assert set(ops.__all__) == declared if name == "triton" else set(vars(ops)) < declared
+
+
+OF_THE_REFERENCE = ("count_exponents_",)
+
+
+@pytest.mark.parametrize("name", OF_THE_REFERENCE)
+def test_triton_leaves_what_it_has_no_kernel_for_to_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    op, called = getattr(OPS, name).default, []
+    assert OF_THE_REFERENCE == tuple(op._opname for op, definition in DEFINITIONS.items() if definition.launch is None)
+    monkeypatch.setitem(DEFINITIONS, op, DEFINITIONS[op]._replace(reference=lambda *args, **_: called.append(args)))
+    monkeypatch.setattr(backends, "refuse", lambda *_: None)  # this process does not interpret
+    (arguments,) = (sample.values[1] for sample in op_samples() if sample.values[0] == name)
+    with backends._Interceptor("triton"):
+        op(*arguments)
+    assert len(called) == 1
 
 
 # ------------------------------------------------------------------------------------------------------ fakes

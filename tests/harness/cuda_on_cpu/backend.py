@@ -19,6 +19,7 @@ from nvcc import shortened
 from served import served_by
 from torch import Tensor
 
+from amp_kernels.ops.table import RECORD, cut, gradient_table, is_dense
 from amp_kernels.testing import Case, Result
 
 from .build import HERE, ROOT, build
@@ -267,6 +268,17 @@ def _count_exponents_(
     _call("count_exponents", *_table(table, chunks, chunk_size), *arrays)
 
 
+def launch_exponents(tensors: Sequence[Tensor], counts: Tensor, largest: Tensor, squares: Tensor) -> None:
+    """As csrc/ops/exponents.cpp."""
+    if not tensors:
+        return
+    dense = [t if is_dense(t) else t.contiguous() for t in tensors]
+    chunks = cut([t.numel() for t in dense], blocks=_load_exponents(counts))
+    partials = torch.empty(chunks.entries.shape[0], dtype=torch.float64)
+    record = torch.zeros(RECORD, dtype=torch.int64)
+    _count_exponents_(gradient_table(dense), chunks.entries, chunks.size, partials, record, counts, largest, squares)
+
+
 def _send_(host: Tensor, to: Tensor) -> None:
     _call("send", host.data_ptr(), to.data_ptr(), host.numel())
 
@@ -404,6 +416,10 @@ def _copy_pad_(x: Tensor, pre: Tensor | None, out: Tensor, bias_grad: Tensor | N
         _address(out), out.shape[1], _address(bias_grad), activation, _DTYPES[x.dtype],
     )  # fmt: skip
     _call_with("copy_pad", copy_pad)
+
+
+# Operators that C++ and the emulator launch on a GPU, but not Triton.
+LAUNCHES: dict[Any, Callable[..., Any]] = {torch.ops.amp_kernels.count_exponents_.default: launch_exponents}
 
 
 def _layout(numbers: Sequence[int]) -> _Layout:

@@ -34,12 +34,6 @@ def step_of(family: str) -> Callable[[], None]:
     return optimizer.step
 
 
-def count_exponents() -> None:
-    tensors = [matrix(4096, dtype=FP16)]
-    results = (torch.zeros(1, 257, dtype=torch.int64), torch.zeros(1), torch.zeros(1, dtype=torch.float64))
-    torch.ops.amp_kernels.count_exponents_(tensors, *results)
-
-
 def straight_through() -> None:
     leaf = matrix(64, 256).requires_grad_()
     amp_kernels.fake_quantize_int8(leaf, scale=torch.ones(64, 1)).sum().backward()
@@ -63,7 +57,6 @@ def scalars() -> dict[str, torch.Tensor]:
 CALLS: dict[str, Callable[[], object]] = {
     "unscale_": lambda: amp_kernels.unscale_([matrix(4096, dtype=FP16)], **scalars()),
     "grad_norm": lambda: amp_kernels.grad_norm([matrix(4096)], **scalars()),
-    "count_exponents_": count_exponents,
     **{family: lambda family=family: step_of(family)() for family in FAMILIES},
     "quantize rows": lambda: amp_kernels.quantize_int8(matrix(2048, 4096), dim=-1),
     "quantize columns, asymmetric": lambda: amp_kernels.quantize_int8(matrix(2048, 4096), dim=0, symmetric=False),
