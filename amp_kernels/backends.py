@@ -62,6 +62,10 @@ def use_backend(name: str) -> Iterator[None]:
     `"cuda"` cannot run. CPU tensors are served by `"cpu"`. If none of these can run, plain torch (`"reference"`) serves
     the tensors.
 
+    Triton has no kernel for 16-bit products (`matmul`, `addmm`, `linear`). Inside `use_backend("triton")` it copies and
+    pads the operands, and torch multiplies them. Triton has no kernel for the counts of `PrecisionReport` either. Plain
+    torch counts.
+
     Outside such a block `"cuda"` does not compute every int8 product itself. On GPUs of compute capability 9.0 Triton
     computes large products of int8 codes (see `int8_matmul`). On every GPU torch computes some products with int8
     weights (see `nn.Int8Linear`). Inside `use_backend("cuda")` Triton computes none of these products, and torch

@@ -11,7 +11,6 @@ from .int8_conv2d import _int8_conv2d_
 from .int8_dequantize import _dequantize_int8_, _straight_through_int8_
 from .int8_matmul import _int8_linear_, _int8_matmul_
 from .int8_quantize import _quantize_int8_
-from .matmul import _matmul_
 from .send import _send_
 from .unscale import _load_unscale, _unscale_table_
 from .update import _load_update, _update_table_
@@ -24,7 +23,6 @@ __all__ = [
     "_int8_matmul_",
     "_load_unscale",
     "_load_update",
-    "_matmul_",
     "_quantize_int8_",
     "_send_",
     "_straight_through_int8_",

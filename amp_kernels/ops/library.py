@@ -55,7 +55,6 @@ class Kernels(Protocol):
     _load_unscale: Kernel
     _load_update: Kernel
     _send_: Kernel  # not called on a CPU, where kernels read the table in host memory
-    _matmul_: Kernel
     _copy_pad_: Kernel
     _quantize_int8_: Kernel
     _dequantize_int8_: Kernel

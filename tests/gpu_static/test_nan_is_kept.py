@@ -45,7 +45,6 @@ ALLOWED = {
         "tl.minimum(low, tl.load(pointers + n_pieces * n_groups, mask=mask, other=0))": KEYS,
     },
     "int8_tiles": {"tl.minimum(reduced, row - before)": OFFSETS},
-    "matmul": {"tl.minimum(first + tiles_of_split, tl.cdiv(k, BK).to(tl.int32))": OFFSETS},
     "product": {
         "tl.minimum(tiles_m - band * _GROUP, _GROUP)": OFFSETS,
         "tl.minimum(last, (k // BK).to(tl.int32))": OFFSETS,

@@ -22,7 +22,7 @@ from amp_kernels import backends
 
 HAS_TRITON = os.environ["AMP_KERNELS_FAKE_GPUS"] != "without-triton"
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
-OF_THE_REFERENCE = ("count_exponents_",)  # operators without a Triton kernel
+OF_THE_REFERENCE = ("count_exponents_", "matmul")  # operators without a Triton kernel
 
 
 @pytest.fixture(scope="module")

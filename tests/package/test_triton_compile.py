@@ -21,7 +21,6 @@ from amp_kernels.triton_kernels import (
     int8_matmul,
     int8_quantize,
     int8_tiles,
-    matmul,
     update,
 )
 from amp_kernels.triton_kernels.common import INT8 as CODES_OF_STATES
@@ -208,13 +207,6 @@ INT8_KERNELS = [
     int8_matmul._combine_kernel,
     int8_conv2d._conv2d_kernel,
 ]
-MATMUL_KERNELS = [
-    matmul._matmul_kernel,
-    matmul._combine_kernel,
-    matmul._descriptor_kernel,
-    copy_pad._copy_kernel,
-    copy_pad._fold_kernel,
-]
 
 
 @pytest.mark.parametrize(
@@ -223,7 +215,8 @@ MATMUL_KERNELS = [
         _unscale_kernel,
         update._update_kernel,
         *INT8_KERNELS,
-        *MATMUL_KERNELS,
+        copy_pad._copy_kernel,
+        copy_pad._fold_kernel,
     ],
     ids=lambda k: f"{k.__module__}.{k.__name__}",
 )
@@ -233,7 +226,7 @@ def test_values_and_alignment_make_no_variants(kernel: Any) -> None:
     assert not any(p.is_constexpr and p.do_not_specialize for p in kernel.params)
     # Triton types a number without an annotation by its value.
     untyped = {p.name for p in kernel.params if not (p.is_constexpr or p.annotation_type)}
-    assert {name for name in untyped if not name.endswith("_ptr")} <= {"a", "b"}  # descriptors
+    assert all(name.endswith("_ptr") for name in untyped)
 
 
 @pytest.mark.parametrize(("arch", "write"), by_arch(itertools.product((90, *ARCHITECTURES), [False, True])))
@@ -591,146 +584,10 @@ def test_int8_combination(partials: str, codes: bool, tmp_path: Path) -> None:
     check_exact(Compiled(kernel, 90, {"num_warps": 4}, tmp_path, types, fp_fusion=False, **constants))
 
 
-# --------------------------------------------------------------------------------------------------------- matmul
-GELU = 2
-LAYOUTS = {"row_column": (2, 1), "row_row": (2, 2), "column_row": (1, 2), "column_column": (1, 1)}
-
-
-def compile_product(
-    arch: int, kernel: Any, tiles: Tiles, dtype: str, tmp_path: Path, *, out: str | None = None,
-    inner: tuple[int, int] = (COLUMNS.value, ROWS.value), wide: bool = True, rich: bool = False, split: bool = False,
-) -> Compiled:  # fmt: skip
-    """With a bias; `rich`: with a matrix for input, gelu and its argument."""
-    out = out or dtype
-    operand, result = POINTER[dtype], POINTER[out]
-    types = {"input_ptr": operand, "out_ptr": result, "pre_ptr": result}
-    constants = tiles.constants()
-    options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
-    constants |= {} if rich else {"pre_ptr": None}
-    if kernel is matmul._descriptor_kernel:
-        blocks = (tiles.m, tiles.k), (tiles.k, tiles.n)
-        for name, block, axis in zip("ab", blocks, inner, strict=True):
-            rows, columns = block if axis == COLUMNS else block[::-1]
-            types[name] = f"tensordesc<{dtype}[1, {rows}, {columns}]>"
-        types = {name: types[name] for name in ("out_ptr", "pre_ptr", "input_ptr", "a", "b")}
-        constants |= {"FLATTEN": matmul._flattens((arch // 10, 0))}
-    else:
-        types = {"a_ptr": operand, "b_ptr": operand} | types | {"partials_ptr": "*fp32"}
-        constants |= {"A_VEC": 8 if wide else 1, "B_VEC": 8 if wide else 1} | ({} if split else {"partials_ptr": None})
-    vec = 1 if not wide else 4 if out == "fp32" else 8
-    return Compiled(
-        kernel, arch, options, tmp_path, types, **constants, ACTIVATION=GELU if rich else 0, DTYPE=CODES[dtype],
-        OUT_DTYPE=CODES[out], A_INNER=inner[0], B_INNER=inner[1], OUT_VEC=vec,
-        INPUT_INNER=COLUMNS.value if rich else matmul._EACH_ROW.value, INPUT_VEC=8 if rich and wide else 1,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("version", "flattens"), [("3.6.0", False), ("3.8.1", False), ("3.9.0", True), ("3.10.0", True)]
-)
-def test_older_compilers_get_no_flattened_loop(version: str, flattens: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton, "__version__", version)
-    assert [matmul._flattens((major, 0)) for major in (8, 9, 10, 12)] == [False, flattens, flattens, False]
-
-
-LOW_TENSOR_CORES = {
-    80: r"mma\.sync\S*\.f32\.{0}\.{0}\.f32",
-    90: r"wgmma\.mma_async\S*\.f32\.{0}\.{0}|mma\.sync\S*\.f32\.{0}\.{0}\.f32",
-    100: r"tcgen05\.mma\S*kind::f16|mma\.sync\S*\.f32\.{0}\.{0}\.f32",
-    120: r"mma\.sync\S*\.f32\.{0}\.{0}\.f32",
-}
-PTX_NAMES = {"fp16": "f16", "bf16": "bf16"}
-
-
-# Triton 3.6 keeps 8 bytes on the stack of products by descriptors on sm_120, 3.7 none.
-STACK = 8 if triton.__version__.startswith("3.6.") else 0
-
-
-def check_product(compiled: Compiled, dtype: str) -> None:
-    _, stack, local = compiled.registers_stack_local()
-    assert local == 0 and stack <= STACK
-    assert compiled.shared <= SHARED_MEMORY[compiled.arch] * 1024
-    if compiled.arch > 75:
-        assert re.search(LOW_TENSOR_CORES[compiled.arch].format(PTX_NAMES[dtype]), compiled.ptx)
-
-
-def check_descriptors(compiled: Compiled, dtype: str) -> None:
-    check_product(compiled, dtype)
-    assert "cp.async.bulk.tensor.3d.shared" in compiled.ptx
-    assert "cp.async.bulk.tensor.3d.global" not in compiled.ptx  # stores end at n, wherever that is
-    assert compiled.count("st.v4.b32") > 0
-
-
-def descriptor_tiles(arch: int) -> list[Tiles]:
-    found = [matmul._descriptor_tiles(n, n, 4096, 1, divmod(arch, 10)) for n in (1100, 8192)]
-    return [tiles for tiles in found if tiles is not None]
-
-
-described = [(arch, tiles) for arch in (90, 100, 120) for tiles in descriptor_tiles(arch)]
-
-
-@pytest.mark.parametrize(("arch", "tiles"), by_arch(described), ids=str)
-@pytest.mark.parametrize("rich", [False, True], ids=["bias", "rich"])
-def test_matmul_by_descriptors(arch: int, tiles: Tiles, rich: bool, tmp_path: Path) -> None:
-    compiled = compile_product(arch, matmul._descriptor_kernel, tiles, "bf16", tmp_path, rich=rich)
-    check_descriptors(compiled, "bf16")
-    if arch == 90:
-        assert "wgmma.mma_async" in compiled.ptx
-
-
-# ptxas takes 3 s for each.
-@pytest.mark.parametrize(("layout", "out"), [("row_row", "fp32"), ("column_row", "fp16"), ("column_column", "fp32")])
-def test_matmul_by_descriptors_of_layouts(layout: str, out: str, tmp_path: Path) -> None:
-    tiles = descriptor_tiles(90)[-1]
-    compiled = compile_product(90, matmul._descriptor_kernel, tiles, "fp16", tmp_path, inner=LAYOUTS[layout], out=out)
-    check_descriptors(compiled, "fp16")
-    assert "wgmma.mma_async" in compiled.ptx
-
-
-def pointer_tiles(arch: int) -> list[tuple[Tiles, bool]]:
-    """Every tile size that this architecture uses, with whether access is wide."""
-    products = ((1, 4096), (4096, 1), (20, 4096), (100, 100), (8192, 8192))
-    return sorted(
-        {(matmul._tiles(*mn, 1, vec, vec, divmod(arch, 10)), vec > 1) for mn in products for vec in (1, 8)}
-    )  # fmt: skip
-
-
-pointed = [(arch, *kind) for arch in (80, 90, 100, 120) for kind in pointer_tiles(arch)]
-
-
-@pytest.mark.parametrize(("arch", "tiles", "wide"), by_arch(pointed), ids=str)
-def test_matmul_by_pointers(arch: int, tiles: Tiles, wide: bool, tmp_path: Path) -> None:
-    inner = (COLUMNS.value, ROWS.value) if wide else (NEITHER.value, NEITHER.value)
-    compiled = compile_product(arch, matmul._matmul_kernel, tiles, "bf16", tmp_path, inner=inner, wide=wide)
-    check_product(compiled, "bf16")
-    assert ("cp.async.cg.shared.global" in compiled.ptx) == wide
-
-
-@pytest.mark.slow
-def test_matmul_on_turing(tmp_path: Path) -> None:
-    for tiles, wide in pointer_tiles(75):
-        check_product(compile_product(75, matmul._matmul_kernel, tiles, "fp16", tmp_path, wide=wide), "fp16")
-
-
-@pytest.mark.parametrize("arch", by_arch([(80,), (90,)]))
-@pytest.mark.parametrize("inner", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_matmul_by_pointers_of_layouts(arch: int, inner: tuple[int, int], tmp_path: Path) -> None:
-    tiles = matmul._tiles(8192, 8192, 1, 8, 8, divmod(arch, 10))
-    compiled = compile_product(arch, matmul._matmul_kernel, tiles, "fp16", tmp_path, inner=inner, rich=True)
-    check_product(compiled, "fp16")
-    assert "cp.async.cg.shared.global" in compiled.ptx
-
-
-def test_matmul_of_shares(tmp_path: Path) -> None:
-    tiles = matmul._tiles(1, 4096, 1, 8, 8, (9, 0))
-    check_product(compile_product(90, matmul._matmul_kernel, tiles, "bf16", tmp_path, split=True), "bf16")
-    types = {"partials_ptr": "*fp32", "input_ptr": "*bf16", "out_ptr": "*bf16", "pre_ptr": "*bf16"}
-    constants = {"ACTIVATION": GELU, "DTYPE": CODES["bf16"], "OUT_DTYPE": CODES["bf16"]}
-    compiled = Compiled(matmul._combine_kernel, 90, {"num_warps": 4}, tmp_path, types, **constants)
-    assert compiled.registers_stack_local()[1:] == [0, 0]
-
-
 # -------------------------------------------------------------------------------------------------------- copy_pad
+GELU = 2
+
+
 def compile_copy(
     arch: int, dtype: str, tmp_path: Path, *, inner: int = COLUMNS.value, wide: bool = True, activation: int = 0
 ) -> Compiled:

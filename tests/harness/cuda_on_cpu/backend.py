@@ -19,6 +19,7 @@ from nvcc import shortened
 from served import served_by
 from torch import Tensor
 
+from amp_kernels.ops.matmul import ACTIVATIONS, new_result
 from amp_kernels.ops.table import RECORD, cut, gradient_table, is_dense
 from amp_kernels.testing import Case, Result
 
@@ -409,6 +410,20 @@ def _matmul_(
     _call_with("matmul", matmul)
 
 
+def launch_matmul(
+    a: Tensor, b: Tensor, input: Tensor | None, alpha: float, beta: float, activation: str | None,
+    out_dtype: torch.dtype, pads_rows: bool, needs_pre: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As csrc/ops/matmul.cpp."""
+    shape = (*a.shape[:-1], b.shape[-1])
+    out, pre = (new_result(a, size, out_dtype, pads_rows=pads_rows) for size in (shape, shape if needs_pre else (0,)))
+    if out.numel() > 0:
+        tensors = (a, b, input, out, pre if needs_pre else None)
+        batches = (t if t is None or t.dim() == 3 else t.unsqueeze(0) for t in tensors)
+        _matmul_(*batches, alpha, beta, ACTIVATIONS.index(activation))
+    return out, pre
+
+
 def _copy_pad_(x: Tensor, pre: Tensor | None, out: Tensor, bias_grad: Tensor | None, activation: int) -> None:
     assert out.is_contiguous()
     copy_pad = _CopyPad(
@@ -419,7 +434,10 @@ def _copy_pad_(x: Tensor, pre: Tensor | None, out: Tensor, bias_grad: Tensor | N
 
 
 # Operators that C++ and the emulator launch on a GPU, but not Triton.
-LAUNCHES: dict[Any, Callable[..., Any]] = {torch.ops.amp_kernels.count_exponents_.default: launch_exponents}
+LAUNCHES: dict[Any, Callable[..., Any]] = {
+    torch.ops.amp_kernels.count_exponents_.default: launch_exponents,
+    torch.ops.amp_kernels.matmul.default: launch_matmul,
+}
 
 
 def _layout(numbers: Sequence[int]) -> _Layout:
