@@ -122,10 +122,10 @@ class _Interceptor(TorchDispatchMode):
         device = next((a.device for a in arguments if isinstance(a, torch.Tensor)), None)
         if device is not None:
             refuse(self.backend, device)
-        if self.backend == "reference" or (self.backend == "triton" and definition.launch is None):
-            return definition.reference(*args, **kwargs)
-        if self.backend == "triton":
+        if self.backend == "triton" and definition.launch is not None:
             return definition.launch(triton_kernels(), *args, **kwargs)
+        if self.backend in ("triton", "reference"):
+            return definition.reference(*args, **kwargs)
         return (definition.compiled if self.backend == "cuda" else func)(*args, **kwargs)
 
 

@@ -51,11 +51,7 @@ def pointers_of(
 
 @triton.jit
 def load_tile(pointers, mask, DTYPE: tl.constexpr):
-    return as_operand(tl.load(pointers, mask=mask, other=0), DTYPE)
-
-
-@triton.jit
-def as_operand(x, DTYPE: tl.constexpr):
+    x = tl.load(pointers, mask=mask, other=0)
     if DTYPE == BF16 and _INTERPRETED:
         # The interpreter reads bf16 wrongly, and its dot of bf16 returns garbage. So in the interpreter, bf16 operands
         # are read as int16 and converted to fp32. The conversion is exact, so it does not change products.

@@ -8,7 +8,7 @@ import functools
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -156,14 +156,6 @@ def run(case: Case) -> list[Result]:
     """The comparisons of a shared case, by the kernels here."""
     with serving(), scheduled("shuffled"):
         return list(case.body(torch.device("cpu")))
-
-
-def in_one_low_dtype(cases: Iterable[Case]) -> list[Case]:
-    """Cases in both 16-bit dtypes differ by conversions alone: every other one in fp16, the rest in bf16."""
-    cases = list(cases)
-    names = list(dict.fromkeys((case.op, case.name) for case in cases))
-    turn = {name: ("bf16", "fp16")[i % 2] for i, name in enumerate(names)}  # which is left out
-    return [case for case in cases if case.dtype != turn[case.op, case.name]]
 
 
 class Launch(NamedTuple):
