@@ -36,6 +36,7 @@ from .functional.matmul import (
     IN_ONE_CALL,
     LIBRARY,
     ON_TENSOR_CORES,
+    TRITON,
     Activation,
     as_matrices,
     autocast,
@@ -176,11 +177,10 @@ def _reason(engine: str, a: Tensor, activation: Activation | None) -> str:
         return f"torch multiplies {dtype}; a CPU needs no padding"
     if engine not in ON_TENSOR_CORES:
         return "it pads nothing"
-    reason = (
-        f"in measurements it was faster than the kernels of amp_kernels ({_MEASURED_ENGINES})"
-        if engine == LIBRARY
-        else "use_backend forces it"
-    )
+    reason = {
+        LIBRARY: f"in measurements it was faster than the kernels of amp_kernels ({_MEASURED_ENGINES})",
+        TRITON: "use_backend forces it; it has no kernel for products of 16-bit matrices, so torch multiplies them",
+    }.get(engine, "use_backend forces it")
     if engine == LIBRARY and activation in ("gelu", "gelu_tanh"):
         where = " where a gradient is needed or there is no bias" if activation in IN_ONE_CALL else ""
         reason += f", and {activation} is a second pass over the result{where}"

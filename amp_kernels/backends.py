@@ -62,6 +62,10 @@ def use_backend(name: str) -> Iterator[None]:
     `"cuda"` cannot run. CPU tensors are served by `"cpu"`. If none of these can run, plain torch (`"reference"`) serves
     the tensors.
 
+    Triton has no kernel for 16-bit products (`matmul`, `addmm`, `linear`). Inside `use_backend("triton")` it copies and
+    pads the operands, and torch multiplies them. Triton has no kernel for the counts of `PrecisionReport` either. Plain
+    torch counts.
+
     Outside such a block `"cuda"` does not compute every int8 product itself. On GPUs of compute capability 9.0 Triton
     computes large products of int8 codes (see `int8_matmul`). On every GPU torch computes some products with int8
     weights (see `nn.Int8Linear`). Inside `use_backend("cuda")` Triton computes none of these products, and torch
@@ -118,10 +122,10 @@ class _Interceptor(TorchDispatchMode):
         device = next((a.device for a in arguments if isinstance(a, torch.Tensor)), None)
         if device is not None:
             refuse(self.backend, device)
-        if self.backend == "reference":
-            return definition.reference(*args, **kwargs)
         if self.backend == "triton" and definition.launch is not None:
             return definition.launch(triton_kernels(), *args, **kwargs)
+        if self.backend in ("triton", "reference"):
+            return definition.reference(*args, **kwargs)
         return (definition.compiled if self.backend == "cuda" else func)(*args, **kwargs)
 
 
@@ -209,7 +213,7 @@ def kernels(backend: str) -> Kernels | None:
         return None
     if backend == "triton":
         return triton_kernels()
-    names = ("_unscale_table_", "_update_table_", "_count_updates_", "_load_unscale", "_load_update", "_send_")
+    names = ("_unscale_table_", "_update_table_", "_load_unscale", "_load_update", "_send_")
     return SimpleNamespace(**{name: getattr(torch.ops.amp_kernels, name).default for name in names})
 
 

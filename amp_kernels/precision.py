@@ -1,9 +1,9 @@
 """`PrecisionReport`: which layers of a model underflow, overflow or lose updates, measured in sampled steps.
 
-A sampled step reads every activation, every gradient and every update once more, and counts exponents
-(`ops/exponents.py`) and lost updates (`Plan.count_updates`). The counts stay on the device until a method of the report
-reads them. Other steps run no code of this module: hooks are installed before a sampled step and removed after it, and
-the optimizer itself counts the steps in between.
+A sampled step reads every activation and every gradient once more, and counts exponents (`ops/exponents.py`). It also
+compares the masters of 16-bit parameters before the update with those after it, and counts lost updates. The counts
+stay on the device until a method of the report reads them. Other steps run no code of this module: hooks are installed
+before a sampled step and removed after it, and the optimizer itself counts the steps in between.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from . import torch_private
 from ._loader import import_extra
-from .functional.unscale import to_device
 from .ops.exponents import count_exponents_
 from .ops.library import call
 from .ops.lists import are_fake
@@ -29,6 +28,7 @@ from .optim._base import FusedOptimizer
 from .optim._plan import Plan, capturing
 from .optim._tensors import local
 from .optim._wrappers import innermost, wrapped
+from .reference._master import count_lost
 from .reference.exponents import COLUMNS, ZEROS
 from .report import table
 
@@ -157,7 +157,7 @@ class _Counts:
         self.counts = torch.zeros(len(names), COLUMNS, dtype=torch.int64, device=device)
         self.largest = torch.zeros(len(names), dtype=torch.float32, device=device)
         self.squares = torch.zeros(len(names), dtype=torch.float64, device=device)
-        self.updates: Tensor | None = None  # int64 [names, 2], from `Plan.count_updates`
+        self.updates = torch.zeros(len(names), 2, dtype=torch.int64, device=device)  # rows of `count_lost`
 
     def add(self, begin: int, tensors: Sequence[Tensor]) -> None:
         """Adds the counts of tensors to the rows from `begin` on."""
@@ -174,6 +174,9 @@ class _Sample:
         self.scale: Tensor | None = None
         self.is_divided = False  # whether weight gradients were divided by the scale before the step
         self.has_seen_layers = False
+        # During a step, for each 16-bit parameter with a gradient: its row of `_Counts.updates`, its name in the
+        # optimizer, the parameter, and its master before the update.
+        self.masters: list[tuple[Tensor, str, Tensor, Tensor]] = []
         self._of_layers: dict[tuple[Any, ...], _Counts] = {}
 
     def of_layers(self, kind: str, tensor: Tensor) -> _Counts:
@@ -189,7 +192,7 @@ class _Sample:
         merged: dict[tuple[str, str, torch.dtype], list[Any]] = {}
         for counts in self.counts:
             exponents, largest, squares = counts.counts.cpu(), counts.largest.tolist(), counts.squares.tolist()
-            updates = [[0, 0]] * len(largest) if counts.updates is None else counts.updates.tolist()
+            updates = counts.updates.tolist()
             for t, name in enumerate(counts.names):
                 dtype = counts.dtypes[t]
                 if dtype is None or not exponents[t].any():
@@ -263,6 +266,8 @@ class PrecisionReport:
     device, and the host does not wait before a method reads them. With `every` a sample begins after a step and ends
     with the next one, so it covers all micro-batches of an accumulated step. The counts of a `with` block are added up
     over its steps. A new sample replaces the last one. Other steps run no code of the report.
+
+    To count lost updates, a sampled step keeps the masters from before the update: 4 bytes for each 16-bit weight.
 
     In a sampled step the model runs eagerly, since layers in compiled code call no hooks. With `every`, pass the result
     of `torch.compile` as `model`. In a `with` block all compiled code runs eagerly. Recomputed activations
@@ -409,17 +414,11 @@ class PrecisionReport:
 
         return count_outputs
 
-    def _observe(
-        self,
-        plans: Sequence[Plan],
-        grad_scale: Tensor | None,
-        found_inf: Tensor | None,
-        grad_norm: Tensor | None,
-        max_norm: float,
-    ) -> None:
-        """Counts the gradients and the updates of a step. The optimizer calls it before it writes anything."""
+    def _observe(self, plans: Sequence[Plan], grad_scale: Tensor | None) -> None:
+        """Counts the gradients of a step, and keeps the masters. The optimizer calls it before it writes anything."""
         sample = self._sample
         assert sample is not None  # this report is the optimizer's observer only while it takes a sample
+        sample.masters = []
         for plan in plans:
             _refuse_capture(plan.device)
         if not sample.has_seen_layers:
@@ -438,10 +437,9 @@ class PrecisionReport:
             counts.dtypes = [None if gradient is None else gradient.dtype for gradient in gradients]
             nothing = torch.empty(0, device=device)
             counts.add(0, [nothing if gradient is None else gradient for gradient in gradients])
-            scale, flag, norm = (
-                None if scalar is None else to_device(scalar, device) for scalar in (grad_scale, found_inf, grad_norm)
-            )
-            counts.updates = plan.count_updates(scale, flag, norm, max_norm)
+            for row, name, param in zip(counts.updates, members.names, members.params, strict=True):
+                if param.grad is not None and param.dtype is not torch.float32:
+                    sample.masters.append((row, name, param, self._master(name, param)))
             sample.counts.append(counts)
         sample.is_divided = grad_scale is None
         if grad_scale is not None:
@@ -449,8 +447,19 @@ class PrecisionReport:
         elif self._scaler is not None and plans:
             sample.scale = self._scaler.scale(torch.ones((), device=plans[0].device))
 
+    def _master(self, name: str, param: Tensor) -> Tensor:
+        return local(self._optimizer._master(name, param))
+
     def _end_step(self) -> None:
-        """Ends the sample, unless it is that of a `with` block. The optimizer calls it after a step."""
+        """Counts the updates of a step. Ends the sample, unless it is that of a `with` block.
+
+        The optimizer calls it after a step.
+        """
+        sample = self._sample
+        assert sample is not None
+        for row, name, param, before in sample.masters:
+            row.copy_(count_lost(before, self._master(name, param), param.dtype))
+        sample.masters = []
         if self._in_block:
             return
         self._finish()

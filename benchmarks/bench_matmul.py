@@ -133,7 +133,7 @@ def contenders(data: Data, make: Callable[[Function], Job], args: argparse.Names
         ("torch linear, compiled", compiled),
         ("fp32: torch linear", in_fp32),
     ]
-    forced = on_other_backends("amp_kernels.linear", 8, data.x.device, make, ours)
+    forced = on_other_backends("amp_kernels.linear", 8, data.x.device, make, ours, ["cuda"])
     return [*(Contender(name, "none", 8, build) for name, build in plan), *forced]
 
 

@@ -133,6 +133,7 @@ def on_other_backends(
     device: torch.device,
     build: Callable[[Callable[..., Any]], Job],
     function: Callable[..., Any],
+    backends: Sequence[str] = ("cuda", "triton"),
 ) -> list[Contender]:
     """On a GPU one more contender for each of our backends, forced: the default ought to be as fast as the fastest."""
 
@@ -140,8 +141,8 @@ def on_other_backends(
         with amp_kernels.use_backend(backend):
             return function(*args, **options)
 
-    backends = ("cuda", "triton") if device.type == "cuda" else ()
-    return [Contender(f"{name}, {b} kernels", "none", memory, partial(build, partial(forced, b))) for b in backends]
+    kernels = backends if device.type == "cuda" else ()
+    return [Contender(f"{name}, {b} kernels", "none", memory, partial(build, partial(forced, b))) for b in kernels]
 
 
 def resnet50() -> Layout:

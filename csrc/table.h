@@ -142,13 +142,6 @@ struct Update {
   Form form;
 };
 
-// The arguments of the pass that counts the updates which 16-bit weights would lose without a master (formulas/lost.h).
-// They are those of the update that follows. The pass writes nothing but the counts.
-struct UpdateCount : Update {
-  // [tensors, 2]: the masters that the update changes, and those of them whose change would be lost. Counts are added.
-  int64_t* counts;
-};
-
 // If `chunk` is the first chunk of its tensor, and the tensor has a gradient, counts an update of the tensor.
 AMP_KERNELS_HD void raise_step(const Table& table, int64_t chunk) {
   if (table.chunks[2 * chunk + 1] != 0) return;

@@ -7,28 +7,22 @@ if __name__ != "amp_kernels.triton_kernels":
     )
 
 from .copy_pad import _copy_pad_
-from .exponents import _count_exponents_, _load_exponents
 from .int8_conv2d import _int8_conv2d_
 from .int8_dequantize import _dequantize_int8_, _straight_through_int8_
 from .int8_matmul import _int8_linear_, _int8_matmul_
 from .int8_quantize import _quantize_int8_
-from .matmul import _matmul_
 from .send import _send_
 from .unscale import _load_unscale, _unscale_table_
-from .update import _count_updates_, _load_update, _update_table_
+from .update import _load_update, _update_table_
 
 __all__ = [
     "_copy_pad_",
-    "_count_exponents_",
-    "_count_updates_",
     "_dequantize_int8_",
     "_int8_conv2d_",
     "_int8_linear_",
     "_int8_matmul_",
-    "_load_exponents",
     "_load_unscale",
     "_load_update",
-    "_matmul_",
     "_quantize_int8_",
     "_send_",
     "_straight_through_int8_",

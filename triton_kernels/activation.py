@@ -1,4 +1,4 @@
-"""Activations and their derivatives in fp32: the Triton counterpart of csrc/formulas/activation.h."""
+"""Derivatives of activations in fp32: the Triton counterpart of csrc/formulas/activation.h."""
 
 from __future__ import annotations
 
@@ -24,17 +24,6 @@ def _half_of_one_plus_tanh(x):
     does not have.
     """
     return 1.0 / (1.0 + tl.exp((x + x * x * x * _TANH_CUBIC) * _TANH_SCALE * -2.0))
-
-
-@triton.jit
-def activate(x, KIND: tl.constexpr):
-    if KIND == RELU:
-        x = tl.where(x < 0.0, 0.0, x)  # NaN < 0.0 is false, so NaN stays NaN
-    elif KIND == GELU:
-        x = 0.5 * x * (1.0 + tl.erf(x * _SQRT_HALF))
-    elif KIND == GELU_TANH:
-        x = x * _half_of_one_plus_tanh(x)
-    return x
 
 
 @triton.jit

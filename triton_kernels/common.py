@@ -167,28 +167,6 @@ def _bf16_bits(x):
     return tl.where(x != x, 0x7FC0, rounded).to(tl.int16)
 
 
-@triton.jit
-def add_squares(total, x):
-    """Return the fp64 scalar `total` plus the sum of squares of a tile. The tile must be fp32, and in registers."""
-    # The fast sum adds fp32 squares, first in each thread and then as a tree. The fast sum is not finite if an element
-    # is NaN or inf, or has a magnitude above 1.8e19. Squares of magnitudes below 1e-19 lose bits or vanish. If the fast
-    # sum is at least 1e-24, these squares are negligible. If the fast sum is smaller or not finite, the slow sum
-    # replaces it.
-    s = tl.sum(x * x)
-    if (s >= 1e-24) & (s < float("inf")):
-        total += s
-    else:
-        # The slow sum adds fp64 squares. The fp64 square of an fp32 number neither overflows nor vanishes. The slow sum
-        # uses the elements that are still in registers, because `unscale_` has already changed the gradient in memory.
-        # In a tile of zeros (unused rows of an embedding) the largest magnitude, as an integer, is 0. Such a tile skips
-        # the fp64 work.
-        magnitude = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-        if magnitude > 0:
-            wide = x.to(tl.float64)
-            total += tl.sum(wide * wide)
-    return total
-
-
 # ----------------------------------------------------------------------------------------------------- launch
 
 
@@ -197,17 +175,15 @@ def add_squares(total, x):
 _PROGRAMS = 5
 
 
-def programs_at_a_time(tensor: torch.Tensor, of_a_multiprocessor: int = _PROGRAMS) -> int:
+def programs_at_a_time(tensor: torch.Tensor) -> int:
     """Return how many programs of 128 threads run at a time on the device of a tensor.
-
-    `of_a_multiprocessor` is how many of them run at a time on a multiprocessor.
 
     For a tensor on the CPU, where Triton's interpreter runs the kernels, return 0. `chunk_size` in ops/table.py then
     returns the size that CPU kernels use.
     """
     if not tensor.is_cuda:
         return 0
-    return of_a_multiprocessor * torch.cuda.get_device_properties(tensor.device).multi_processor_count
+    return _PROGRAMS * torch.cuda.get_device_properties(tensor.device).multi_processor_count
 
 
 def address_of(scalar: torch.Tensor | None) -> int:

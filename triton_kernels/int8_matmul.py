@@ -174,7 +174,7 @@ def _matmul_kernel(
     last = tl.minimum(first + tiles_of_split, tl.cdiv(k, BK).to(tl.int32))
     total, a_sums, b_sums = product(
         a_ptr, b_ptr, rows, columns, m, n, k, a_m, a_k, b_k, b_n, first, last,
-        A_DTYPE, INT8, AS_HALF, SUM_A, SUM_B, A_INNER, A_VEC, B_INNER, B_VEC, K_VEC, BM, BN, BK,
+        A_DTYPE, AS_HALF, SUM_A, SUM_B, A_INNER, A_VEC, B_INNER, B_VEC, K_VEC, BM, BN, BK,
     )  # fmt: skip
     # A zero point times a sum may need more than 32 bits.
     if a_zero_point_ptr is not None or b_zero_point_ptr is not None:

@@ -51,11 +51,7 @@ def pointers_of(
 
 @triton.jit
 def load_tile(pointers, mask, DTYPE: tl.constexpr):
-    return as_operand(tl.load(pointers, mask=mask, other=0), DTYPE)
-
-
-@triton.jit
-def as_operand(x, DTYPE: tl.constexpr):
+    x = tl.load(pointers, mask=mask, other=0)
     if DTYPE == BF16 and _INTERPRETED:
         # The interpreter reads bf16 wrongly, and its dot of bf16 returns garbage. So in the interpreter, bf16 operands
         # are read as int16 and converted to fp32. The conversion is exact, so it does not change products.
@@ -103,11 +99,13 @@ def round_up(n, VEC: tl.constexpr):
 @triton.jit
 def product(
     a_ptr, b_ptr, rows, columns, m, n, k, a_m, a_k, b_k, b_n, first, last,
-    A_DTYPE: tl.constexpr, B_DTYPE: tl.constexpr, AS_HALF: tl.constexpr, SUM_A: tl.constexpr, SUM_B: tl.constexpr,
+    A_DTYPE: tl.constexpr, AS_HALF: tl.constexpr, SUM_A: tl.constexpr, SUM_B: tl.constexpr,
     A_INNER: tl.constexpr, A_VEC: tl.constexpr, B_INNER: tl.constexpr, B_VEC: tl.constexpr,
     K_VEC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Return (a @ b, sums of a's rows, sums of b's columns) over the tiles of K from `first` to `last` - 1.
+
+    b has int8 codes, and a has codes or floating-point numbers.
 
     The sums of rows are 0 unless SUM_A is set. The sums of columns are 0 unless SUM_B is set.
     """
@@ -118,7 +116,7 @@ def product(
     inner = tl.arange(0, BK).to(tl.int64)
     start = first.to(tl.int64) * BK
     a_pointers = pointers_of(a_ptr, rows, start + inner, a_m, a_k, A_DTYPE, A_INNER, A_VEC)
-    b_pointers = pointers_of(b_ptr, start + inner, columns, b_k, b_n, B_DTYPE, B_INNER, B_VEC)
+    b_pointers = pointers_of(b_ptr, start + inner, columns, b_k, b_n, INT8, B_INNER, B_VEC)
     a_step = 1 if A_INNER == COLUMNS else (a_k // A_VEC * A_VEC)
     b_step = 1 if B_INNER == ROWS else (b_k // B_VEC * B_VEC)
     # If VEC is above 1, one access reads VEC elements along the innermost axis. The masks let through each access that
@@ -129,7 +127,7 @@ def product(
     whole = tl.minimum(last, (k // BK).to(tl.int32))
     for _ in range(first, whole):
         x = load_tile(a_pointers, a_mask, A_DTYPE)
-        y = load_tile(b_pointers, b_mask, B_DTYPE)
+        y = load_tile(b_pointers, b_mask, INT8)
         sums = dot(x, y, sums, A_DTYPE, AS_HALF)
         if SUM_A:
             a_sums += tl.sum(x.to(tl.int32), axis=1)
@@ -142,14 +140,14 @@ def product(
         a_rest = inner < (round_up(rest, A_VEC) if A_INNER == COLUMNS else rest)
         b_rest = inner < (round_up(rest, B_VEC) if B_INNER == ROWS else rest)
         x = load_tile(a_pointers, a_mask & a_rest[None, :], A_DTYPE)
-        y = load_tile(b_pointers, b_mask & b_rest[:, None], B_DTYPE)
+        y = load_tile(b_pointers, b_mask & b_rest[:, None], INT8)
         # An access along K may read elements beyond the end of K. They may be NaN, and their products would be added to
         # every sum. So they are replaced by 0. For codes of b this is not needed: they are never NaN, and beyond the
         # end of K they are multiplied by elements of a that are 0. Only the sums of b's columns (SUM_B) need zeros
         # there.
         if A_INNER == COLUMNS and K_VEC < A_VEC:
             x = tl.where((inner < rest)[None, :], x, 0)
-        if B_INNER == ROWS and K_VEC < B_VEC and (B_DTYPE != INT8 or SUM_B):
+        if B_INNER == ROWS and K_VEC < B_VEC and SUM_B:
             y = tl.where((inner < rest)[:, None], y, 0)
         sums = dot(x, y, sums, A_DTYPE, AS_HALF)
         if SUM_A:

@@ -35,7 +35,6 @@ from .common import (
     FP32,
     GRAD,
     GRAD_DTYPE,
-    add_squares,
     address_of,
     chunk_bounds,
     is_last,
@@ -66,7 +65,22 @@ def _sum_tiles(address, n, factor, WRITE: tl.constexpr, DTYPE: tl.constexpr, VEC
         x = load_elements(address, offsets, mask, DTYPE, VEC)
         if WRITE:
             store_elements(address, offsets, x * factor, mask, DTYPE, VEC)
-        total = add_squares(total, x)
+        # The fast sum adds fp32 squares, first in each thread and then as a tree. The fast sum is not finite if an
+        # element is NaN or inf, or has a magnitude above 1.8e19. Squares of magnitudes below 1e-19 lose bits or vanish.
+        # If the fast sum is at least 1e-24, these squares are negligible. If the fast sum is smaller or not finite, the
+        # slow sum replaces it.
+        s = tl.sum(x * x)
+        if (s >= 1e-24) & (s < float("inf")):
+            total += s
+        else:
+            # The slow sum adds fp64 squares. The fp64 square of an fp32 number neither overflows nor vanishes. The slow
+            # sum uses the elements that are still in registers, because with WRITE the gradient in memory has already
+            # changed. In a tile of zeros (unused rows of an embedding) the largest magnitude, as an integer, is 0. Such
+            # a tile skips the fp64 work.
+            magnitude = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+            if magnitude > 0:
+                wide = x.to(tl.float64)
+                total += tl.sum(wide * wide)
     return total
 
 

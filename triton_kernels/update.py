@@ -75,7 +75,6 @@ from .common import (
     load_elements,
     optional_scalar,
     programs_at_a_time,
-    rounded,
     store_elements,
     table_entry,
 )
@@ -148,15 +147,11 @@ def _update_chunk(
     group,
     tensor,
     VEC: tl.constexpr,
-    COUNTS: tl.constexpr,
 ):
     """Update elements `begin` to `end` of a chunk.
 
     Both numbers are multiples of VEC, so the rounding below changes neither. "Element access" in common.py says why
     kernels round such numbers.
-
-    With COUNTS, store nothing. Return how many masters the update changes, and how many of these changes are lost
-    without a master (csrc/formulas/lost.h).
     """
     if VEC > 1:
         begin = begin // VEC * VEC
@@ -170,9 +165,6 @@ def _update_chunk(
     ends = ()
     for k in tl.static_range(N_STATES):
         ends = ends + (end if k < N_STATES - N_OPTIONAL else tl.where(has[k], end, 0),)
-    if COUNTS:
-        changed = tl.zeros((TILE,), tl.int32)
-        lost = tl.zeros((TILE,), tl.int32)
     for i in range(begin, end, TILE):
         offsets = i + tl.arange(0, TILE)
         mask = offsets < end
@@ -200,39 +192,29 @@ def _update_chunk(
                 state = state + (load_elements(states[k], offsets, offsets < ends[k], FP32, VEC),)
             else:
                 state = state + (tl.zeros((TILE,), tl.float32),)
-        master_before = p
         p, state = FORMULA(p, g, state, has, hyper, lr, factor, step)
-        if COUNTS:
-            weight = rounded(master_before, PARAM_DTYPE)  # a joined master rounds to its weight (remainder.py)
-            is_changed = mask & (p != master_before)
-            is_lost = is_changed & (rounded(weight + (p - master_before), PARAM_DTYPE) == weight)
-            changed += is_changed.to(tl.int32)
-            lost += is_lost.to(tl.int32)
+        if CODED:
+            words = random_words(group + groups, tensor, step)
+        for k in tl.static_range(N_STATES):
+            if CODED >> k & 1:
+                bits = noise(words, k, TILE)
+                if STATE_DTYPE == INT8:
+                    x, scale = encode(state[k], bits, mask, LEVELS[k], TILE)
+                    store_elements(scales[k], groups, scale, has_group, FP32, 1)
+                else:
+                    x = bf16_at_random(state[k], bits)
+                store_elements(states[k], offsets, x, mask, STATE_DTYPE, VEC)
+            elif STATES >> k & 1:
+                store_elements(states[k], offsets, state[k], offsets < ends[k], FP32, VEC)
+        if JOINS_GRAD:
+            store_elements(param, offsets, p, mask, PARAM_DTYPE, VEC)
+        elif MASTER_DTYPE == INT16:
+            p, remainder = split(p, PARAM_DTYPE)
+            store_elements(master, offsets, remainder, mask, INT16, VEC)
         else:
-            if CODED:
-                words = random_words(group + groups, tensor, step)
-            for k in tl.static_range(N_STATES):
-                if CODED >> k & 1:
-                    bits = noise(words, k, TILE)
-                    if STATE_DTYPE == INT8:
-                        x, scale = encode(state[k], bits, mask, LEVELS[k], TILE)
-                        store_elements(scales[k], groups, scale, has_group, FP32, 1)
-                    else:
-                        x = bf16_at_random(state[k], bits)
-                    store_elements(states[k], offsets, x, mask, STATE_DTYPE, VEC)
-                elif STATES >> k & 1:
-                    store_elements(states[k], offsets, state[k], offsets < ends[k], FP32, VEC)
-            if JOINS_GRAD:
-                store_elements(param, offsets, p, mask, PARAM_DTYPE, VEC)
-            elif MASTER_DTYPE == INT16:
-                p, remainder = split(p, PARAM_DTYPE)
-                store_elements(master, offsets, remainder, mask, INT16, VEC)
-            else:
-                store_elements(master, offsets, p, mask, FP32, VEC)
-            if PARAM_DTYPE != FP32:
-                store_elements(param, offsets, p, mask, PARAM_DTYPE, VEC)
-    if COUNTS:
-        return tl.sum(changed), tl.sum(lost)
+            store_elements(master, offsets, p, mask, FP32, VEC)
+        if PARAM_DTYPE != FP32:
+            store_elements(param, offsets, p, mask, PARAM_DTYPE, VEC)
 
 
 @triton.jit
@@ -255,43 +237,36 @@ def _raise_steps(table_ptr, chunks_ptr, n_tensors):
         tl.store(step, tl.load(step, mask=is_first, other=0) + 1, mask=is_first)
 
 
-@triton.jit
-def _take_chunk(
-    table_ptr,
-    chunks_ptr,
-    n_tensors,
-    chunk_size,
-    hyper_ptr,
-    lr_ptr,
-    grad_scale,
-    found_inf,
-    grad_norm,
-    max_norm,
+@triton.jit(do_not_specialize=list(range(11)))
+def _update_kernel(
+    table_ptr,  # int64 [rows, n_tensors]
+    chunks_ptr,  # int32 [n_chunks, 2]
+    n_tensors: tl.int32,
+    chunk_size: tl.int32,
+    ticket_ptr,  # int64: how many programs have ended; 0 between launches
+    hyper_ptr,  # fp32 [groups, HYPER_COLUMNS]
+    lr_ptr,  # int64 [groups]: addresses of fp32 scalars, so that a launch in a graph reads the current lr
+    grad_scale: tl.int64,  # address of an fp32 scalar; 0 if there is none
+    found_inf: tl.int64,  # as grad_scale
+    grad_norm: tl.int64,  # as grad_scale
+    max_norm: tl.float32,
     FORMULA: tl.constexpr,
-    N_STATES: tl.constexpr,
-    N_OPTIONAL: tl.constexpr,
-    STATES: tl.constexpr,
+    N_STATES: tl.constexpr,  # rows STATE, STATE + 1, ... of the table
+    N_OPTIONAL: tl.constexpr,  # how many of these states a tensor may lack; they are the last ones
+    STATES: tl.constexpr,  # bit k: some tensor has the k-th state
     PARAM_DTYPE: tl.constexpr,
-    MASTER_DTYPE: tl.constexpr,
+    MASTER_DTYPE: tl.constexpr,  # INT16: remainders of the parameters; if PARAM_DTYPE is FP32 (`ema_`), of the weights
     GRAD_DTYPE: tl.constexpr,
     STATE_DTYPE: tl.constexpr,
-    CODED: tl.constexpr,
-    LEVELS: tl.constexpr,
-    COUNTS: tl.constexpr,
+    CODED: tl.constexpr,  # bit k: the k-th state has STATE_DTYPE; the others are fp32
+    LEVELS: tl.constexpr,  # of each state's code
 ):
-    """Update a chunk, or with COUNTS, count what the update would change.
-
-    Returns:
-        Whether the step is skipped, the column of the chunk's tensor, and the two counts (0 without COUNTS).
-    """
-    # Chunks are taken from the last to the first. The gradient pass read them from the first to the last, so the last
+    # Chunks are updated from the last to the first. The gradient pass read them from the first to the last, so the last
     # gradients may still be in L2.
     chunk = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     tensor, begin, n = chunk_bounds(table_ptr, chunks_ptr, n_tensors, chunk, chunk_size)
     grad = chunk_address(table_ptr, n_tensors, GRAD, tensor, begin, GRAD_DTYPE)
     skipped = _is_skipped(found_inf)
-    changed = 0
-    lost = 0
     if (grad != 0) & (not skipped):
         param = chunk_address(table_ptr, n_tensors, PARAM, tensor, begin, PARAM_DTYPE)
         master = param
@@ -331,7 +306,7 @@ def _take_chunk(
             whole = tl.where(aligned, n // _VEC * _VEC, 0)
         # The elements from `whole` on are updated first. If they came second, the values that they need would occupy
         # registers while the other elements are updated.
-        of_rest = _update_chunk(
+        _update_chunk(
             grad,
             param,
             master,
@@ -356,9 +331,8 @@ def _take_chunk(
             begin // STATE_GROUP,
             tensor,
             1,
-            COUNTS,
         )
-        of_tiles = _update_chunk(
+        _update_chunk(
             grad,
             param,
             master,
@@ -383,120 +357,12 @@ def _take_chunk(
             begin // STATE_GROUP,
             tensor,
             _VEC,
-            COUNTS,
         )
-        if COUNTS:
-            changed = of_rest[0] + of_tiles[0]
-            lost = of_rest[1] + of_tiles[1]
-    return skipped, tensor, changed, lost
-
-
-@triton.jit(do_not_specialize=list(range(11)))
-def _update_kernel(
-    table_ptr,  # int64 [rows, n_tensors]
-    chunks_ptr,  # int32 [n_chunks, 2]
-    n_tensors: tl.int32,
-    chunk_size: tl.int32,
-    ticket_ptr,  # int64: how many programs have ended; 0 between launches
-    hyper_ptr,  # fp32 [groups, HYPER_COLUMNS]
-    lr_ptr,  # int64 [groups]: addresses of fp32 scalars, so that a launch in a graph reads the current lr
-    grad_scale: tl.int64,  # address of an fp32 scalar; 0 if there is none
-    found_inf: tl.int64,  # as grad_scale
-    grad_norm: tl.int64,  # as grad_scale
-    max_norm: tl.float32,
-    FORMULA: tl.constexpr,
-    N_STATES: tl.constexpr,  # rows STATE, STATE + 1, ... of the table
-    N_OPTIONAL: tl.constexpr,  # how many of these states a tensor may lack; they are the last ones
-    STATES: tl.constexpr,  # bit k: some tensor has the k-th state
-    PARAM_DTYPE: tl.constexpr,
-    MASTER_DTYPE: tl.constexpr,  # INT16: remainders of the parameters; if PARAM_DTYPE is FP32 (`ema_`), of the weights
-    GRAD_DTYPE: tl.constexpr,
-    STATE_DTYPE: tl.constexpr,
-    CODED: tl.constexpr,  # bit k: the k-th state has STATE_DTYPE; the others are fp32
-    LEVELS: tl.constexpr,  # of each state's code
-):
-    skipped, _, _, _ = _take_chunk(
-        table_ptr,
-        chunks_ptr,
-        n_tensors,
-        chunk_size,
-        hyper_ptr,
-        lr_ptr,
-        grad_scale,
-        found_inf,
-        grad_norm,
-        max_norm,
-        FORMULA,
-        N_STATES,
-        N_OPTIONAL,
-        STATES,
-        PARAM_DTYPE,
-        MASTER_DTYPE,
-        GRAD_DTYPE,
-        STATE_DTYPE,
-        CODED,
-        LEVELS,
-        False,
-    )
     if not skipped:  # noqa: SIM102
         # The tests are nested, since Triton evaluates both sides of an `and`. A program reads the step of its tensor
         # before it calls is_last(). So when the last program raises the steps, every program has read its step.
         if is_last(ticket_ptr):
             _raise_steps(table_ptr, chunks_ptr, n_tensors)
-
-
-@triton.jit(do_not_specialize=list(range(11)))
-def _count_kernel(
-    table_ptr,  # int64 [rows, n_tensors]
-    chunks_ptr,  # int32 [n_chunks, 2]
-    n_tensors: tl.int32,
-    chunk_size: tl.int32,
-    counts_ptr,  # int64 [n_tensors, 2]
-    hyper_ptr,  # fp32 [groups, HYPER_COLUMNS]
-    lr_ptr,  # int64 [groups]: addresses of fp32 scalars, so that a launch in a graph reads the current lr
-    grad_scale: tl.int64,  # address of an fp32 scalar; 0 if there is none
-    found_inf: tl.int64,  # as grad_scale
-    grad_norm: tl.int64,  # as grad_scale
-    max_norm: tl.float32,
-    FORMULA: tl.constexpr,  # `_update_kernel` explains these constants
-    N_STATES: tl.constexpr,
-    N_OPTIONAL: tl.constexpr,
-    STATES: tl.constexpr,
-    PARAM_DTYPE: tl.constexpr,
-    MASTER_DTYPE: tl.constexpr,
-    GRAD_DTYPE: tl.constexpr,
-    STATE_DTYPE: tl.constexpr,
-    CODED: tl.constexpr,
-    LEVELS: tl.constexpr,
-):
-    """Count the updates that 16-bit weights would lose without a master. Write nothing else."""
-    _, tensor, changed, lost = _take_chunk(
-        table_ptr,
-        chunks_ptr,
-        n_tensors,
-        chunk_size,
-        hyper_ptr,
-        lr_ptr,
-        grad_scale,
-        found_inf,
-        grad_norm,
-        max_norm,
-        FORMULA,
-        N_STATES,
-        N_OPTIONAL,
-        STATES,
-        PARAM_DTYPE,
-        MASTER_DTYPE,
-        GRAD_DTYPE,
-        STATE_DTYPE,
-        CODED,
-        LEVELS,
-        True,
-    )
-    counts = counts_ptr + 2 * tensor.to(tl.int64)
-    if changed != 0:
-        tl.atomic_add(counts, changed.to(tl.int64), sem="relaxed")
-        tl.atomic_add(counts + 1, lost.to(tl.int64), sem="relaxed")
 
 
 def formula_of(family: str) -> dict[str, Any]:
@@ -550,42 +416,6 @@ def _update_table_(
         table.shape[1],
         chunk_size,
         record,
-        hyper,
-        lr,
-        address_of(grad_scale),
-        address_of(found_inf),
-        address_of(grad_norm),
-        max_norm,
-        **_options(family, param_dtype, split, grad_dtype, states, state_dtype),
-    )
-
-
-def _count_updates_(
-    family: str,
-    table: torch.Tensor,
-    chunks: torch.Tensor,
-    chunk_size: int,
-    hyper: torch.Tensor,
-    lr: torch.Tensor,
-    param_dtype: int,
-    split: bool,
-    grad_dtype: int,
-    states: int,
-    state_dtype: int,
-    grad_scale: torch.Tensor | None,
-    found_inf: torch.Tensor | None,
-    grad_norm: torch.Tensor | None,
-    max_norm: float,
-    counts: torch.Tensor,
-) -> None:
-    launch(
-        _count_kernel,
-        chunks.shape[0],
-        table,
-        chunks,
-        table.shape[1],
-        chunk_size,
-        counts,
         hyper,
         lr,
         address_of(grad_scale),

@@ -4,7 +4,8 @@ For each call `engine_of` chooses the engine that multiplies, and `copies_of` ch
 
 =========================  ===========================================================================================
 inside `use_backend`       the operator `matmul` (ops/matmul.py), which runs this package's kernels or the reference;
-                           inside `use_backend("cpu")` as in the row CPU
+                           inside `use_backend("cpu")` as in the row CPU; inside `use_backend("triton")` torch, with
+                           operands that Triton copies and pads
 CUDA                       cuBLAS; operands are copied and padded with zeros if their sizes or strides would make cuBLAS
                            slow
 CPU                        torch; in fp32 if torch's fp16 product is slow
@@ -37,8 +38,8 @@ Activation = Literal["relu", "gelu", "gelu_tanh"]
 Copies = tuple[Size | None, Size | None]
 NO_COPIES: Copies = (None, None)
 
-TORCH, CPU, LIBRARY = "torch", "cpu", "cublas"
-ON_TENSOR_CORES = (LIBRARY, "cuda", "triton")
+TORCH, CPU, LIBRARY, TRITON = "torch", "cpu", "cublas", "triton"
+ON_TENSOR_CORES = (LIBRARY, TRITON, "cuda")
 # If the first matrix has at most 16 rows, a product on a GPU takes as long as reading the second matrix once. Tensor
 # cores and padding do not shorten this time. On a CPU, torch's fp16 product is slow only with more rows (`is_slow`).
 FEW_ROWS = 16
@@ -170,7 +171,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Ac
 
     The activation is a second pass over the rounded result, with three exceptions:
 
-    - A backend forced by `use_backend`, except `"cpu"`, applies it before rounding.
+    - Inside `use_backend("cuda")` and `use_backend("reference")` it is applied before rounding.
     - On a CPU, fp16 products with more than 16 rows are computed in fp32. The activation is applied before rounding.
     - On a GPU, if there is a bias, cuBLAS applies `relu` itself, and `gelu_tanh` if no gradient is needed. But if a
       gradient is needed and no operand has to be padded, torch's `linear` may compute the product. `relu` is then a
@@ -276,6 +277,9 @@ def pad_to_multiple(x: Tensor, multiple: int = 8) -> Tensor:
 def engine_of(op: str, dtype: torch.dtype, kind: str) -> str:
     """Return the engine that multiplies on a type of device: TORCH, CPU, LIBRARY, or the backend that is forced.
 
+    There is no Triton kernel for 16-bit products. If `"triton"` is forced, torch multiplies copies that Triton has
+    padded, whatever their size.
+
     `amp_kernels.explain` reports what this function and `copies_of` return.
     """
     if dtype not in DTYPES:
@@ -306,14 +310,15 @@ def check_serves(engine: str, kind: str) -> None:
 def copies_of(engine: str, a: Tensor, b: Tensor) -> Copies:
     """Return the sizes of the padded copies that replace `a` and `b`; None for an operand that is not copied.
 
-    Copies for cuBLAS may be larger than the operands (`padding.library_sizes`). Copies for this package's kernels have
-    the sizes of the operands, because these kernels are fast with any size if rows begin at multiples of 16 bytes.
+    Copies for torch's product may be larger than the operands (`padding.library_sizes`). Copies for this package's
+    kernels have the sizes of the operands, because these kernels are fast with any size if rows begin at multiples of
+    16 bytes.
     """
     if engine not in ON_TENSOR_CORES or a.shape[-2] <= FEW_ROWS:
         return NO_COPIES
-    if engine != LIBRARY:
+    if engine == "cuda":
         left, right = (a.shape[-2], a.shape[-1]), (b.shape[-2], b.shape[-1])
-    elif a.numel() * b.shape[-1] <= MIN_WORK:
+    elif engine == LIBRARY and a.numel() * b.shape[-1] <= MIN_WORK:
         return NO_COPIES
     else:
         left, right = library_sizes(a, b)
@@ -355,7 +360,7 @@ def _is_special(kind: str, *tensors: Tensor) -> bool:
 def rounds_before_activation(a: Tensor) -> bool:
     """Return whether a product's result is rounded before an activation is applied to it."""
     engine = engine_of("linear", a.dtype, a.device.type)
-    return engine == LIBRARY or (engine == CPU and not is_slow(a))
+    return engine == LIBRARY or (engine in (CPU, TRITON) and (a.is_cuda or not is_slow(a)))
 
 
 def is_slow(a: Tensor) -> bool:
@@ -637,16 +642,19 @@ def _multiply(
 
     Args:
         size: Rows and columns of the result. Padded operands have more rows or columns.
-        pads_rows: Whether this package's kernels may pad the rows of the results. With cuBLAS it has no effect: the
-            rows of the results are as long as the rows of `b`, which may be padded.
+        pads_rows: Whether this package's kernels may pad the rows of the results. With torch's product it has no
+            effect: the rows of the results are as long as the rows of `b`, which may be padded.
     """
     dtype, input = dtype or a.dtype, None if beta == 0 else input
     pads_rows = pads_rows and engine in ON_TENSOR_CORES
-    if engine == CPU:
-        argument = _multiply_on_cpu(a, b, input, beta, alpha, dtype)
+    if engine == TRITON:
+        refuse(engine, a.device)  # operands that need no copies call no operator that would check them
+    if engine == CPU or (engine == TRITON and a.is_cpu):  # in Triton's interpreter, operands may be padded
+        term = None if input is None else _widened(input, (*a.shape[:-1], b.shape[-1]))
+        argument = _multiply_on_cpu(a, b, term, beta, alpha, dtype)
         out = activate(argument, activation).to(dtype)
-        return out, argument.to(dtype) if needs_pre else out
-    if engine == LIBRARY:
+        return _narrowed(out, size), _narrowed(argument.to(dtype) if needs_pre else out, size)
+    if engine in (LIBRARY, TRITON):
         # If K is 0, `_addmm_activation` of torch 2.11 does not apply the activation.
         is_one_call = activation in IN_ONE_CALL and not needs_pre and dtype is a.dtype and a.shape[-1] > 0
         bias = _bias_of(input, b) if is_one_call else None

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from . import lists
 from .checks import check_tensors
 from .library import operator
 
@@ -30,11 +29,11 @@ def _check(tensors: list[Tensor], counts: Tensor, largest: Tensor, squares: Tens
             )
 
 
-# Only `amp_kernels.PrecisionReport` and `amp_kernels.GradScaler` (_zero_gradients.py) call this operator.
+# Only `amp_kernels.PrecisionReport` and `amp_kernels.GradScaler` (_zero_gradients.py) call this operator, the scaler in
+# every hundredth step. There is no Triton kernel: where Triton alone serves a GPU, the reference counts.
 count_exponents_ = operator(
     "count_exponents_(Tensor[] tensors, Tensor(a!) counts, Tensor(b!) largest, Tensor(c!) squares) -> ()",
     check=_check,
     reference=reference.count_exponents_,
     fake=lambda *arguments: None,
-    launch=lists.count_exponents,
 )

@@ -4,7 +4,7 @@
 dispatch key               kernel
 =========================  ===========================================================================================
 CPU, CUDA                  C++, registered by ``amp_kernels._C`` (csrc/ops)
-CUDA                       Triton, only if there are no CUDA kernels in ``_C``
+CUDA                       Triton, only if there are no CUDA kernels in ``_C``, and if Triton has a kernel
 CompositeExplicitAutograd  the reference, for every device that has none of the kernels above
 Autograd                   no kernel, so that the call falls through to the next key; a differentiable operator
                            registers its own autograd instead
@@ -14,8 +14,8 @@ torch's dispatcher chooses the kernel. A kernel for a device has precedence over
 are registered. `amp_kernels.use_backend` intercepts a call before the dispatcher chooses.
 
 ``_C`` may have CUDA kernels, but no code for the GPU of a call. The CUDA kernel in ``_C`` then calls the operator
-``_uncompiled_<name>``, which runs Triton if it is installed, else the reference. This is decided for each GPU
-(csrc/ops/on_gpu.h).
+``_uncompiled_<name>``, which runs Triton if it is installed and has a kernel, else the reference. This is decided for
+each GPU (csrc/ops/on_gpu.h).
 
 An operator with `delegates` has a second name, ``_compiled_<name>``. Under the first name, the CUDA kernel passes a
 call on to Triton or to torch if that was measured to be faster (csrc/ops/int8.cpp). Under the second name, it passes on
@@ -45,20 +45,16 @@ Kernel = Callable[..., Any]
 class Kernels(Protocol):
     """The kernels that Python launches: Triton kernels, or in tests CUDA kernels on the emulator.
 
-    The step plan of an optimizer (optim/_plan.py) uses only the first six: three that read the table of tensors
-    (ops/table.py), two that load kernels for them, and one that sends the table to a GPU. C++ has these six too, as
+    The step plan of an optimizer (optim/_plan.py) uses only the first five: two that read the table of tensors
+    (ops/table.py), two that load kernels for them, and one that sends the table to a GPU. C++ has these five too, as
     operators: see `backends.kernels`.
     """
 
     _unscale_table_: Kernel
     _update_table_: Kernel
-    _count_updates_: Kernel
     _load_unscale: Kernel
     _load_update: Kernel
     _send_: Kernel  # not called on a CPU, where kernels read the table in host memory
-    _load_exponents: Kernel
-    _count_exponents_: Kernel
-    _matmul_: Kernel
     _copy_pad_: Kernel
     _quantize_int8_: Kernel
     _dequantize_int8_: Kernel
@@ -103,6 +99,7 @@ def operator(
         reference: The specification in plain torch, without gradients.
         fake: Returns tensors without memory that stand for the results while a graph is traced.
         launch: Allocates the results and launches kernels from Python. Its first argument is the `Kernels` to launch.
+            None if there is no Triton kernel. The reference then takes its place.
         is_differentiable: Whether the caller registers autograd.
         delegates: Whether the CUDA kernel may pass a call on to Triton or torch.
 

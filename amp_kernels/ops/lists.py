@@ -68,25 +68,6 @@ def gradient_pass(
     return norm
 
 
-def count_exponents(ops: Kernels, tensors: Sequence[Tensor], counts: Tensor, largest: Tensor, squares: Tensor) -> None:
-    """Add the counts, the largest magnitude and the sum of squares of each tensor to the results, in one read."""
-    if not tensors:
-        return
-    device = counts.device
-    dense = [t if is_dense(t) else t.contiguous() for t in tensors]
-    chunks = _cut(tuple(t.numel() for t in dense), blocks=ops._load_exponents(counts))
-    ops._count_exponents_(
-        send(ops, gradient_table(dense), device),
-        send(ops, chunks.entries, device),
-        chunks.size,
-        torch.empty(chunks.entries.shape[0], dtype=torch.float64, device=device),
-        torch.zeros(RECORD, dtype=torch.int64, device=device),
-        counts,
-        largest,
-        squares,
-    )
-
-
 class Update(NamedTuple):
     """The arguments of the operator `update_`."""
 

@@ -1,6 +1,7 @@
 """Operators of the matmul family: products by this package's tensor-core kernels, and copies with padded rows.
 
-For CUDA tensors both operators have kernels in CUDA C++ and in Triton. On other devices the reference computes them.
+For CUDA tensors both operators have kernels in CUDA C++. `copy_pad` also has a Triton kernel. On other devices the
+reference computes them.
 `amp_kernels.matmul`, `addmm` and `linear` compute some products with these operators and others with torch. The choice
 is made in `amp_kernels/functional/matmul.py`.
 """
@@ -120,18 +121,6 @@ def _matmul(
     return out, pre
 
 
-def _launch_matmul(
-    kernels: Kernels, a: Tensor, b: Tensor, input: Tensor | None, alpha: float, beta: float,
-    activation: str | None, out_dtype: torch.dtype, pads_rows: bool, needs_pre: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    out, pre = _new_results(a, b, input, alpha, beta, activation, out_dtype, pads_rows, needs_pre)
-    if out.numel() > 0:
-        tensors = (a, b, input, out, pre if needs_pre else None)
-        batches = (t if t is None or t.dim() == 3 else t.unsqueeze(0) for t in tensors)
-        kernels._matmul_(*batches, alpha, beta, ACTIVATIONS.index(activation))
-    return out, pre
-
-
 # Returns two tensors. The first is activation(alpha * a @ b + beta * input) for 16-bit matrices or batches of them,
 # summed in fp32 and rounded once. The second is the argument of the activation, rounded; without `needs_pre` it has no
 # elements. With `pads_rows` the rows of both tensors begin at multiples of 16 bytes.
@@ -141,7 +130,6 @@ matmul = operator(
     check=_check_matmul,
     reference=_matmul,
     fake=_new_results,
-    launch=_launch_matmul,
 )
 
 

@@ -63,14 +63,6 @@ LIBRARY.define(
     "Tensor lr, int param_dtype, bool split, int grad_dtype, int states, int state_dtype, Tensor? grad_scale, "
     "Tensor? found_inf, Tensor? grad_norm, float max_norm) -> ()"
 )
-# Counts updates that 16-bit weights would lose without a master, before `_update_table_` writes them. Adds to `counts`,
-# int64 [parameters, 2]: column 0 counts the masters that the update changes, and column 1 those of them whose change is
-# lost if it is added to the weight alone (csrc/formulas/lost.h). Writes nothing else.
-LIBRARY.define(
-    "_count_updates_(str family, Tensor table, Tensor chunks, int chunk_size, Tensor hyper, Tensor lr, "
-    "int param_dtype, bool split, int grad_dtype, int states, int state_dtype, Tensor? grad_scale, Tensor? found_inf, "
-    "Tensor? grad_norm, float max_norm, Tensor(a!) counts) -> ()"
-)
 # Loads the kernel on the device of `beside`. Loading is forbidden while a CUDA graph is captured, so it has to be done
 # before the capture. Returns how many thread blocks of the kernel run at a time, 0 on a CPU.
 LIBRARY.define(

@@ -253,7 +253,7 @@ class FusedOptimizer(WithCheckpoints):
         norm = self._norm if max_norm is not None else None
         observer = self._observer
         if observer is not None:
-            observer._observe(plans, grad_scale, found_inf, norm, max_norm or 0.0)
+            observer._observe(plans, grad_scale)
         for plan in plans:
             plan.update(
                 _on(grad_scale, plan.device), _on(found_inf, plan.device), _on(norm, plan.device), max_norm or 0.0
@@ -269,7 +269,7 @@ class FusedOptimizer(WithCheckpoints):
         """Notes that a scaler skips this step on the host, without a call of `step`. `found_inf` is not 0."""
         self._note_step(found_inf)
         if self._observer is not None:
-            self._observer._observe(self._prepare(), None, found_inf, None, 0.0)
+            self._observer._observe(self._prepare(), None)
             self._observer._end_step()
 
     def _note_step(self, found_inf: Tensor | None, plans: Sequence[Plan] = ()) -> None:

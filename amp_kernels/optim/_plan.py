@@ -189,25 +189,6 @@ class Plan:
         """Updates the parameters if `found_inf` is 0 or None. Gradients are divided by `grad_scale` and clipped."""
         raise NotImplementedError
 
-    def count_updates(
-        self,
-        grad_scale: Tensor | None,
-        found_inf: Tensor | None,
-        grad_norm: Tensor | None,
-        max_norm: float,
-    ) -> Tensor:
-        """Counts the updates that 16-bit weights would lose without a master. Must be called before `update`.
-
-        The arguments are those of `update`. Nothing is written but the result.
-
-        Returns:
-            int64 ``[parameters, 2]``. Column 0 counts the elements whose master the update changes. Column 1 counts
-            those of them whose change is lost if it is added to the 16-bit weight: the sum, rounded to the dtype of the
-            weight, is the weight. Rows of fp32 parameters, and of parameters without a gradient, are 0. All rows are 0
-            if the step is skipped.
-        """
-        raise NotImplementedError
-
     @property
     def is_captured(self) -> bool:
         """Whether a CUDA graph uses memory of this plan."""
@@ -578,7 +559,9 @@ class NativePlan(Plan):
         max_norm: float,
     ) -> None:
         layout, block = self._ready()
-        mirrored = self._fill_mirrors()
+        mirrored = [column for column in self._columns.values() if column.is_mirrored]
+        for column in mirrored:
+            column.param.copy_(column.memory)
         for form, entries in layout.buckets:
             self._ops._update_table_(
                 self._family,
@@ -598,42 +581,6 @@ class NativePlan(Plan):
         for column in mirrored:
             column.memory.copy_(column.param)
         self._columns, self._relaid = {}, []  # a plan does not keep gradients alive
-
-    def count_updates(
-        self,
-        grad_scale: Tensor | None,
-        found_inf: Tensor | None,
-        grad_norm: Tensor | None,
-        max_norm: float,
-    ) -> Tensor:
-        layout, block = self._ready()
-        self._fill_mirrors()
-        counts = torch.zeros(self._count, 2, dtype=torch.int64, device=self.device)
-        for form, entries in layout.buckets:
-            if not form.split:
-                continue
-            self._ops._count_updates_(
-                self._family,
-                block.table,
-                entries,
-                layout.chunk_size,
-                block.hyper,
-                block.rates,
-                *form,
-                grad_scale,
-                found_inf,
-                grad_norm,
-                max_norm,
-                counts,
-            )
-        return counts
-
-    def _fill_mirrors(self) -> list[Column]:
-        """Copies parameters to their mirrors. Returns the columns that have a mirror."""
-        mirrored = [column for column in self._columns.values() if column.is_mirrored]
-        for column in mirrored:
-            column.param.copy_(column.memory)
-        return mirrored
 
     @property
     def is_captured(self) -> bool:

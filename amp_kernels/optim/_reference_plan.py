@@ -10,7 +10,6 @@ from torch import Tensor
 from .. import reference
 from ..families import Family
 from ..ops.table import STATE_DTYPES, STATES, is_dense
-from ..reference._master import count_lost, join
 from ..reference.states import decode, encode, random_bits, to_bf16
 from ..reference.update import assign
 from ._plan import Column, Hyper, Keys, Members, Plan, Read, check_apart, check_gradients
@@ -95,30 +94,6 @@ class ReferencePlan(Plan):
             self._store(t, column, states, found_inf)
             column.step.add_(applied)
         self._found = {}  # a plan does not keep gradients alive
-
-    def count_updates(
-        self,
-        grad_scale: Tensor | None,
-        found_inf: Tensor | None,
-        grad_norm: Tensor | None,
-        max_norm: float,
-    ) -> Tensor:
-        grad_scale = _clipped(grad_scale, grad_norm, max_norm)
-        counts = torch.zeros(len(self.members.params), 2, dtype=torch.int64, device=self.device)
-        for t, (column, grad) in self._found.items():
-            if column.remainder is None:
-                continue
-            weight = column.memory.clone()
-            states = [self._fp32(column, k) for k in range(len(self._family.states))]
-            hyper, master = self._hyper[self.members.groups[t]], join(weight, column.remainder)
-            new = master.clone()
-            reference.update_(
-                self._family.formula, [weight], [grad], [None if s is None else [s.clone()] for s in states], [new],
-                hyper.values, lr=hyper.lr, steps_taken=unsigned(column.step), grad_scale=grad_scale,
-                found_inf=found_inf,
-            )  # fmt: skip
-            counts[t] = count_lost(column.memory, master, new)
-        return counts
 
     def _fp32(self, column: Column, k: int) -> Tensor | None:
         """Returns a state in fp32: the state itself, or a copy if it is bf16 or in codes."""

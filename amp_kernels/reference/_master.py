@@ -38,20 +38,20 @@ def split(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return weight, remainder.to(torch.int16)
 
 
-def count_lost(weight: Tensor, master: Tensor, new: Tensor) -> Tensor:
+def count_lost(master: Tensor, new: Tensor, dtype: torch.dtype) -> Tensor:
     """Count the masters that an update changes, and the changes that are lost if they are added to the weights alone.
 
     Args:
-        weight: fp16 or bf16.
-        master: The masters before the update, in fp32.
-        new: The masters after the update, in fp32.
+        master: The fp32 masters before the update. The weights are these masters, rounded to `dtype`.
+        new: The fp32 masters after the update. A master that was NaN before is not counted.
+        dtype: fp16 or bf16.
 
     Returns:
-        int64 ``[2]``. A change is lost if the 16-bit weight plus the change, rounded to the dtype of the weight, is the
-        weight.
+        int64 ``[2]``. A change is lost if the 16-bit weight plus the change, rounded to `dtype`, is the weight.
     """
-    changed = new != master
-    is_lost = changed & ((weight.float() + (new - master)).to(weight.dtype) == weight)
+    weight = master.to(dtype)
+    changed = (new != master) & ~master.isnan()
+    is_lost = changed & ((weight.float() + (new - master)).to(dtype) == weight)
     return torch.stack([changed.sum(), is_lost.sum()])
 
 

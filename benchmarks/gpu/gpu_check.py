@@ -82,7 +82,7 @@ TRITON_TESTS = "[triton- or [triton]"
 # most of them (tests/gpu_static/test_launches.py).
 FEW_TESTS = ("matmul/test_matmul.py", "int8/test_int8.py", "-k", "test_case and [cuda-")
 # pytest does not collect these by itself: tests/harness/test_triton_interpret.py runs them in processes of their own.
-TRITON_KERNELS = ("int8/triton_int8_cases.py", "matmul/triton_matmul_cases.py")
+TRITON_KERNELS = ("int8/triton_int8_cases.py", "matmul/triton_copy_pad_cases.py")
 SIZES = "1e6,25.6e6,1e8"
 # (rows, outputs, inputs), those first that say most: a part that is ended has measured those before.
 SHAPES = "4096x4096x4096,8192x8192x8192,1x4096x4096,4096x4095x4095,8192x1023x1023,16x4095x4095"

@@ -30,7 +30,6 @@ import torch
 import amp_kernels
 from amp_kernels import testing
 from amp_kernels.optim import FusedAdamW, FusedRMSprop, FusedSGD, ema_
-from amp_kernels.reference._master import count_lost
 from amp_kernels.testing.common import lost_context
 from amp_kernels.testing.updates import UPDATES
 
@@ -134,53 +133,6 @@ LEAN = [
 ]
 
 
-@dataclass(frozen=True)
-class LostUpdates:
-    """Steps whose lost updates are counted (`amp_kernels.PrecisionReport`). The masters say what has to be counted."""
-
-    family: Any
-    options: dict[str, Any]
-    dtype: torch.dtype
-    state_dtype: torch.dtype = torch.float32
-    numel: int = 16_505  # its last group and its last pack are not full
-
-    def __str__(self) -> str:
-        dtypes = (str(dtype).removeprefix("torch.") for dtype in (self.dtype, self.state_dtype))
-        return " ".join((self.family.__name__, *self.options, *dtypes))
-
-    def count(self, device: str) -> list[tuple[list[int], list[int]]]:
-        """Takes two steps. Returns for each the two counts, and what they have to be."""
-        generator = torch.Generator().manual_seed(0)
-        weight, *grads = (torch.randn(self.numel, generator=generator, dtype=self.dtype) for _ in range(3))
-        parameter = torch.nn.Parameter(weight.to(device))
-        optimizer = self.family([parameter], lr=1e-4, state_dtype=self.state_dtype, **self.options)
-        found = []
-        for grad in grads:
-            parameter.grad = grad.to(device)
-            weight, master = parameter.detach().clone(), optimizer.master(parameter)
-            (plan,) = optimizer._prepare()
-            (counts,) = plan.count_updates(None, None, None, 0.0).tolist()
-            optimizer.step()
-            found.append((counts, count_lost(weight, master, optimizer.master(parameter)).tolist()))
-        return found
-
-    def run(self, device: str) -> list[testing.Result]:
-        """Raises an AssertionError if a count is wrong, or if nothing was counted."""
-        with amp_kernels.use_backend(device):
-            for counts, expected in self.count(device):
-                assert counts == expected, f"{counts} masters are changed and changes lost, not {expected}"
-                assert counts[0] > counts[1] > 0
-        return []
-
-
-LOST = [
-    LostUpdates(family, options, dtype)
-    for family, options in ((FusedSGD, {"momentum": 0.9}), (FusedRMSprop, {"centered": True}), (FusedAdamW, {}))
-    for dtype in (torch.float16, torch.bfloat16)
-]
-LOST += [LostUpdates(FusedAdamW, {}, torch.bfloat16, state_dtype) for state_dtype in (torch.int8, torch.bfloat16)]
-
-
 def cases(args: argparse.Namespace) -> int:
     """Runs the cases from the `--first` on; where one takes the context away, another process runs the rest."""
     chosen: list[tuple[str, Any]] = [
@@ -189,8 +141,7 @@ def cases(args: argparse.Namespace) -> int:
         for case in testing.CASES[op]
         if str(case) in (names[:1] if args.one else names)
     ]
-    for name, others in (("lost", LOST), ("lean", LEAN)):
-        chosen = [(name, case) for case in (others[:1] if args.one else others)] + chosen
+    chosen = [("lean", case) for case in (LEAN[:1] if args.one else LEAN)] + chosen
     failures = args.failures
     for index, (op, case) in list(enumerate(chosen))[args.first :]:
         print(op, case, end=" ", flush=True)  # before it runs: a kernel may hang

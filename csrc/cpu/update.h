@@ -7,15 +7,12 @@
 //   states            in place          |                                          -> states
 //
 // States that are bf16 or codes are fp32 in L1 too (states.h).
-//
-// The pass that counts lost updates (../formulas/lost.h) reads and computes the same, and stores nothing.
 #pragma once
 
 #include <algorithm>
 #include <type_traits>
 #include <utility>
 
-#include "../formulas/lost.h"
 #include "../formulas/unscale.h"
 #include "convert.h"
 #include "remainder.h"
@@ -36,8 +33,8 @@ constexpr int64_t kUpdateAhead = 512;
 constexpr int64_t kUpdateBytesAhead = 1 << 14;
 
 // Applies the formula to n elements. Bit k of kPresent says whether the tensor has the k-th state. A state that the
-// tensor does not have is read as 0. If not kStores, the new states are dropped.
-template <class Formula, int kPresent, bool kStores>
+// tensor does not have is read as 0.
+template <class Formula, int kPresent>
 void apply(const Formula& formula, float* __restrict p, const float* __restrict g, float* __restrict s0,
            float* __restrict s1, float* __restrict s2, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
@@ -46,16 +43,16 @@ void apply(const Formula& formula, float* __restrict p, const float* __restrict 
     if constexpr (kPresent & 2) s[1] = s1[i];
     if constexpr (kPresent & 4) s[2] = s2[i];
     p[i] = formula(p[i], g[i], s);
-    if constexpr (kStores && (kPresent & 1) != 0) s0[i] = s[0];
-    if constexpr (kStores && (kPresent & 2) != 0) s1[i] = s[1];
-    if constexpr (kStores && (kPresent & 4) != 0) s2[i] = s[2];
+    if constexpr (kPresent & 1) s0[i] = s[0];
+    if constexpr (kPresent & 2) s1[i] = s[1];
+    if constexpr (kPresent & 4) s2[i] = s[2];
   }
 }
 
 // Returns the apply() whose kPresent is `present`.
-template <class Formula, bool kStores, int... kPresent>
+template <class Formula, int... kPresent>
 auto apply_to(int present, std::integer_sequence<int, kPresent...>) {
-  static constexpr decltype(&apply<Formula, 0, kStores>) kApply[] = {&apply<Formula, kPresent, kStores>...};
+  static constexpr decltype(&apply<Formula, 0>) kApply[] = {&apply<Formula, kPresent>...};
   return kApply[present];
 }
 
@@ -91,53 +88,11 @@ struct Parameters {
   }
 };
 
-// How many masters an update changes, and how many of these changes the weights would lose without a master.
-struct LostCount {
-  int64_t changed = 0, lost = 0;
-
-  // Counts n elements.
-  template <class P>
-  void add(const P* weight, const float* master, const float* next, int64_t n) {
-    Integers changes{}, losses{};  // a lane counts down, because each bit of a mask is set
-    for (int64_t i = 0; i + kLanes <= n; i += kLanes) add_lanes(weight + i, master + i, next + i, changes, losses);
-    if (const int64_t rest = n % kLanes; rest > 0) {
-      P weights[kLanes] = {};
-      float masters[kLanes] = {}, nexts[kLanes] = {};  // equal where there is no element
-      std::copy_n(weight + n - rest, rest, weights);
-      std::copy_n(master + n - rest, rest, masters);
-      std::copy_n(next + n - rest, rest, nexts);
-      add_lanes(weights, masters, nexts, changes, losses);
-    }
-    for (int lane = 0; lane < kLanes; ++lane) {
-      changed -= changes[lane];
-      lost -= losses[lane];
-    }
-  }
-
- private:
-  template <class P>
-  [[gnu::always_inline]] static void add_lanes(const P* weight, const float* master, const float* next,
-                                               Integers& changes, Integers& losses) {
-    const auto round = [](const Lanes& lanes) {
-      P rounded[kLanes];
-      store_lanes(lanes, rounded);
-      return load_lanes(rounded);
-    };
-    const Lanes before = load_lanes(master), after = load_lanes(next);
-    changes += after != before;
-    losses += is_lost(load_lanes(weight), before, after, round);
-  }
-};
-
 // Updates one chunk. M is the type of row kMaster: int16_t if it holds remainders, else float. If `streams` is true,
 // weights are stored past the caches (stream() in convert.h). `streams` is true only if the model is too large for its
 // weights to stay in a cache until they are used.
-//
-// If kCounts, nothing is stored, and `count` counts what the update would change. The tensors must be 16-bit weights
-// with remainders.
-template <class Formula, class P, class M, class G, bool kCounts = false>
-void update_chunk(const Update& update, float factor, bool streams, int64_t index,
-                  [[maybe_unused]] LostCount* count = nullptr) {
+template <class Formula, class P, class M, class G>
+void update_chunk(const Update& update, float factor, bool streams, int64_t index) {
   const Chunk chunk(update.table, index);
   const G* grad = chunk.in<G>(update.table, kGrad);
   if (grad == nullptr) return;
@@ -163,8 +118,7 @@ void update_chunk(const Update& update, float factor, bool streams, int64_t inde
     has[k] = state[k] != nullptr || lean.has(k);
     present |= has[k] << k;
   }
-  const auto apply_here =
-      apply_to<Formula, !kCounts>(present, std::make_integer_sequence<int, 1 << Formula::kStates>{});
+  const auto apply_here = apply_to<Formula>(present, std::make_integer_sequence<int, 1 << Formula::kStates>{});
   const int64_t group = update.table.at(kGroup, chunk.tensor);
   const Formula formula(update.hyper + group * kHyperColumns, *reinterpret_cast<const float*>(update.lr[group]), factor,
                         step_of(update.table, chunk.tensor), has);
@@ -189,21 +143,15 @@ void update_chunk(const Update& update, float factor, bool streams, int64_t inde
       return state[k] == nullptr ? nullptr : state[k] + i;
     };
     float* const p = params.load(i, joined, n);
-    [[maybe_unused]] float before[kCounts ? kUpdateBlock : 1];
-    if constexpr (kCounts) load(p, before, n);
     const float* g = staged;
     if constexpr (kJoins)
       join(grad + i, grad_remainders + i, staged, n);
     else
       g = as_float(grad + i, staged, n);
     apply_here(formula, p, g, s(0), s(1), s(2), n);
-    if constexpr (kCounts) {
-      count->add(params.weight + i, before, p, n);
-    } else {
-      params.store(i, p, n, streams);
-      for (int k = 0; k < kLean; ++k)
-        if (lean.has(k)) lean.store(k, i, states[k], n);
-    }
+    params.store(i, p, n, streams);
+    for (int k = 0; k < kLean; ++k)
+      if (lean.has(k)) lean.store(k, i, states[k], n);
   }
 }
 

@@ -27,7 +27,6 @@ int64_t load_update(std::string_view family, const Form& form);
 // load_update and launch_update call these two for states of 8 and 16 bits.
 int64_t load_update_lean(std::string_view family, const Form& form);
 void launch_update_lean(std::string_view family, const Update& update, Stream stream);
-void launch_count_updates(std::string_view family, const UpdateCount& count, Stream stream);
 void load_send();
 void launch_send(const int64_t* host, int64_t* to, int64_t n, Stream stream);
 std::string why_no_kernel();  // why the binary has no kernel for the current device; "" if it has one

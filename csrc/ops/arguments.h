@@ -76,12 +76,12 @@ inline Form make_form(int64_t param_dtype, bool split, int64_t grad_dtype, int64
           static_cast<Dtype>(state_dtype)};
 }
 
-inline Update make_update(const Tensor& table, const Tensor& chunks, int64_t chunk_size, int32_t* ticket,
+inline Update make_update(const Tensor& table, const Tensor& chunks, int64_t chunk_size, const Tensor& record,
                           const Tensor& hyper, const Tensor& lr, const Form& form,
                           const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
                           const std::optional<Tensor>& grad_norm, double max_norm) {
   return {make_table(table, chunks, chunk_size),
-          ticket,
+          reinterpret_cast<int32_t*>(&data<Record>(record)->ticket),
           data<float>(hyper),
           data<int64_t>(lr),
           data<float>(grad_scale),

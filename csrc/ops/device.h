@@ -10,7 +10,6 @@
 //                          another word
 //   run(pass)              runs the gradient pass, or counts exponents
 //   run(family, update)    runs the update of the tensors of one Form (../table.h)
-//   run(family, count)     counts the updates that the tensors of one Form would lose (../formulas/lost.h)
 //   load_send(), load_pass(), load_exponents(), load_update(family, form)
 //                          load the kernels that send(), run(pass) and run(family, update) launch. All but load_send
 //                          return how many thread blocks of the kernel run at a time, or 0 on a CPU
@@ -31,7 +30,6 @@
 
 #include "../cpu/int8.h"
 #include "../cpu/run.h"
-#include "../cpu/update_lost.h"
 #include "arguments.h"
 #ifdef USE_CUDA
 #include "on_gpu.h"
@@ -66,7 +64,6 @@ class Cpu {
   void run(std::string_view family, const Update& update) {
     Families::with(family, [&](auto formula) { cpu::run_update<typename decltype(formula)::type>(update); });
   }
-  void run(std::string_view family, const UpdateCount& count) { cpu::count_updates(family, count); }
 
   void run(const Quantize& args) { cpu::quantize(args); }
   void run(const Dequantize& args) { cpu::dequantize(args); }
@@ -105,7 +102,6 @@ class Cuda : public cuda::Dispatch {
   void run(const GradientPass& pass) { cuda::launch_unscale(pass, stream_); }
   void run(const ExponentPass& pass) { cuda::launch_exponents(pass, stream_); }
   void run(std::string_view family, const Update& update) { cuda::launch_update(family, update, stream_); }
-  void run(std::string_view family, const UpdateCount& count) { cuda::launch_count_updates(family, count, stream_); }
 
   template <class Result, class... Arguments>
   static Result call(const cuda::OperatorName& name, const Arguments&... arguments) {

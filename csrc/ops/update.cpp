@@ -1,6 +1,6 @@
-// The operators of updates, for all families (../formulas/families.h). `update_` takes lists. `_update_table_`,
-// `_count_updates_` and `_load_update` are called by the step plan of an optimizer (amp_kernels/optim/_plan.py). The
-// schemas of all four are in amp_kernels/ops/update.py.
+// The operators of updates, for all families (../formulas/families.h). `update_` takes lists. `_update_table_` and
+// `_load_update` are called by the step plan of an optimizer (amp_kernels/optim/_plan.py). The schemas of all three are
+// in amp_kernels/ops/update.py.
 #include <limits>
 #include <map>
 #include <tuple>
@@ -183,21 +183,8 @@ void update_table(std::string family, Tensor table, Tensor chunks, int64_t chunk
                   std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf, std::optional<Tensor> grad_norm,
                   double max_norm) {
   const Form form = make_form(param_dtype, split, grad_dtype, states, state_dtype);
-  auto* const ticket = reinterpret_cast<int32_t*>(&data<Record>(record)->ticket);
-  Device(table).run(family, make_update(table, chunks, chunk_size, ticket, hyper, lr, form, grad_scale, found_inf,
+  Device(table).run(family, make_update(table, chunks, chunk_size, record, hyper, lr, form, grad_scale, found_inf,
                                         grad_norm, max_norm));
-}
-
-template <class Device>
-void count_updates(std::string family, Tensor table, Tensor chunks, int64_t chunk_size, Tensor hyper, Tensor lr,
-                   int64_t param_dtype, bool split, int64_t grad_dtype, int64_t states, int64_t state_dtype,
-                   std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf, std::optional<Tensor> grad_norm,
-                   double max_norm, Tensor counts) {
-  const Form form = make_form(param_dtype, split, grad_dtype, states, state_dtype);
-  // No block draws a ticket, because the pass does not raise the counts of steps.
-  Device(table).run(family, UpdateCount{make_update(table, chunks, chunk_size, /*ticket=*/nullptr, hyper, lr, form,
-                                                    grad_scale, found_inf, grad_norm, max_norm),
-                                        data<int64_t>(counts)});
 }
 
 template <class Device>
@@ -210,7 +197,6 @@ template <class Device, class Library>
 void register_kernels(Library& m) {
   AMP_KERNELS_IMPL(m, Device, "update_", update<Device>);
   m.impl("_update_table_", TORCH_BOX(&update_table<Device>));
-  m.impl("_count_updates_", TORCH_BOX(&count_updates<Device>));
   m.impl("_load_update", TORCH_BOX(&load_update<Device>));
 }
 

@@ -442,7 +442,6 @@ def test_a_case_that_takes_the_context_away_leaves_the_rest_to_another_process(m
     monkeypatch.setitem(testing.CASES, "matmul", cases)
     monkeypatch.setattr(parts, "TILES", {"matmul": tuple(map(str, cases))})
     monkeypatch.setattr(parts, "LEAN", [])
-    monkeypatch.setattr(parts, "LOST", [])
     monkeypatch.setattr(os, "execv", execv)
     args = argparse.Namespace(device="cpu", first=1, failures=1, one=False)
     assert parts.cases(args) == 1  # the context is there

@@ -37,9 +37,6 @@ TABLE = [
     Row("exponents", "exponents_kernel", 2, 64, width=16),  # of fp16 and bf16
     # In the loop of fp32, nvcc 13.0 starts the fourth load after the first three have arrived.
     Row("exponents", "exponents_kernel", 3, 48, width=16),
-    # Most bytes are in flight if gradient and states are fp32. Weight and remainder have 4 bytes, and a scale has 4.
-    Row("update_lost", "count_updates_kernel<SgdFormula", 1, 4 * (4 + 4 + 4) + 4, width=4),
-    Row("update_lost", "count_updates_kernel<(Rmsprop|Adam)Formula", 1, 4 * (4 + 4 + 12) + 8, width=4),
     Row("int8_quantize", "held_rows_kernel<", 1, 128),
     Row("int8_quantize", "rows_kernel<", 1, 64),
     Row("int8_quantize", "columns_kernel<", 1, 64),

@@ -30,7 +30,7 @@ from amp_kernels.testing.updates import EXAMPLES
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "gpu"))
 from gpu_check import SHAPES
-from gpu_parts import LEAN, LOST, TILES
+from gpu_parts import LEAN, TILES
 
 pytestmark = pytest.mark.skipif(missing_headers() is not None, reason=str(missing_headers()))
 REAL, PRETENDED = (108, 132, 144), 3
@@ -108,8 +108,7 @@ def planned() -> dict[int, set[Launch]]:
     cases = itertools.filterfalse(is_of_values, itertools.chain(*testing.CASES.values()))
     averages = [functools.partial(average, dtype) for dtype in (torch.float16, torch.bfloat16)]
     leans = [functools.partial(lean, *states, dtypes) for states in LEAN_STATES for dtypes in LEAN_DTYPES]
-    losts = [functools.partial(steps.count, "cpu") for steps in LOST]
-    return plan(*map(body, cases), *averages, *leans, *losts)
+    return plan(*map(body, cases), *averages, *leans)
 
 
 @pytest.mark.parametrize("multiprocessors", REAL)
@@ -127,11 +126,10 @@ def test_nothing_is_said_to_be_out_of_reach_that_is_not() -> None:
 def test_sanitizers_see_every_kernel_of_some_dtype() -> None:
     """And the smoke test of gpu_check.py, which runs the same cases."""
     chosen = [case for op, names in TILES.items() for case in testing.CASES[op] if str(case) in names]
-    steps = [functools.partial(steps.change, "cpu") for steps in LEAN]
-    steps += [functools.partial(steps.count, "cpu") for steps in LOST]
+    leans = [functools.partial(steps.change, "cpu") for steps in LEAN]
     kinds = [
         {re.sub("__half|__nv_bfloat16|float", "T", name) for name in names}
-        for names in (backend.kernels().values(), kernels_of(plan(*map(body, chosen), *steps)[PRETENDED]))
+        for names in (backend.kernels().values(), kernels_of(plan(*map(body, chosen), *leans)[PRETENDED]))
     ]
     assert {re.sub("<.*", "", name) for name in kinds[0] - kinds[1]} == {"plain_kernel", "send_kernel"}
 
@@ -264,7 +262,6 @@ BUDGETS = [
     Budget("update_lean", r"update_lean_kernel<LeanVariant<\w+, [57], ", 2),
     Budget("update_lean", r"update_lean_kernel<LeanVariant<\w+, 1, ", 4),
     Budget("update_lean", "update_lean_kernel<", 3),
-    Budget("update_lost", "count_updates_kernel<", 3),
     Budget("send", "send_kernel", 8),
     Budget("int8_quantize", f"(held_)?rows_kernel<QuantizeOp<{LOW}, signed char, true,", 3),  # stochastic
     Budget("int8_quantize", "(held_)?rows_kernel<", 4),

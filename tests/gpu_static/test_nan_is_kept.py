@@ -18,17 +18,8 @@ NAMES = {"minimum", "maximum", "min", "max", "clamp", "fmin", "fmax", "argmin", 
 OFFSETS, CODES, KEYS = "sizes and offsets", "int8 codes and zero points", "floats as ordered integers, NaN the largest"
 
 ALLOWED = {
-    "common": {
-        "tl.minimum(rest, chunk_size)": OFFSETS,
-        "tl.max(x.to(tl.int32, bitcast=True) & 2147483647)": KEYS,
-    },
+    "common": {"tl.minimum(rest, chunk_size)": OFFSETS},
     "copy_pad": {"tl.minimum(first + tiles_of_share, tl.cdiv(n_rows, BR))": OFFSETS},
-    "exponents": {
-        "tl.minimum((VEC - address // BYTES % VEC) % VEC, n)": OFFSETS,
-        "tl.maximum(largest, tl.max(_finite(bits)))": KEYS,
-        "tl.max(_finite(bits))": KEYS,
-        "tl.max(count)": "numbers of chunks",
-    },
     "int8": {
         "tl.minimum(tl.maximum(zero, -128), 127)": CODES,
         "tl.maximum(zero, -128)": CODES,
@@ -54,7 +45,6 @@ ALLOWED = {
         "tl.minimum(low, tl.load(pointers + n_pieces * n_groups, mask=mask, other=0))": KEYS,
     },
     "int8_tiles": {"tl.minimum(reduced, row - before)": OFFSETS},
-    "matmul": {"tl.minimum(first + tiles_of_split, tl.cdiv(k, BK).to(tl.int32))": OFFSETS},
     "product": {
         "tl.minimum(tiles_m - band * _GROUP, _GROUP)": OFFSETS,
         "tl.minimum(last, (k // BK).to(tl.int32))": OFFSETS,
@@ -71,6 +61,7 @@ ALLOWED = {
         "tl.maximum(codes, 1)": CODES,
     },
     "unscale": {
+        "tl.max(x.to(tl.int32, bitcast=True) & 2147483647)": KEYS,
         "tl.minimum((VEC - address // BYTES % VEC) % VEC, n)": OFFSETS,
         "tl.minimum(first, tensor)": "numbers of tensors",
         "tl.min(first)": "numbers of tensors",

@@ -33,17 +33,6 @@ def lean_states() -> None:
             optimizer.step()
 
 
-def lost_updates() -> None:
-    """Several chunks of two tensors, so that blocks add to the same counts."""
-    params = [torch.nn.Parameter(torch.ones(numel, dtype=torch.bfloat16)) for numel in (9_001, 70)]
-    optimizer = FusedAdam(params)
-    for p in params:
-        p.grad = torch.ones_like(p)
-    with backend.serving():
-        (plan,) = optimizer._prepare()
-        assert plan.count_updates(None, None, None, 0.0)[:, 0].tolist() == [9_001, 70]
-
-
 # Eight steps of k or more, so that each stage of shared memory is filled again.
 PRODUCTS: dict[str, Callable[[], None]] = {
     "matmul 64x64": lambda: matmul(64, 64, 512, batches=1),
@@ -70,7 +59,6 @@ PRODUCTS: dict[str, Callable[[], None]] = {
     "int8_linear 64x64": lambda: int8_linear(128, 64, 1024),
     "int8_linear 128x128": lambda: int8_linear(384, 128, 512),
     "lean states": lean_states,
-    "lost updates": lost_updates,
 }
 # Shared cases with more chunks, rows or columns than a block has, for each way through the other kernels.
 CASES = {

@@ -1,8 +1,8 @@
 """Triton's own launcher on a libcuda that runs nothing (tests/harness/fake_cuda): every kernel, and captures.
 
 Compiling a kernel for a GPU that is not there leaves out all that comes behind: binding arguments, the launcher in C,
-tensor maps, shared memory that a kernel asks for, and when a kernel is loaded. Triton changes these from version to
-version, so the oldest version that we support launches too.
+shared memory that a kernel asks for, and when a kernel is loaded. Triton changes these from version to version, so the
+oldest version that we support launches too.
 """
 
 from __future__ import annotations
@@ -31,11 +31,6 @@ OLDEST = pytest.param(
 versions = pytest.mark.parametrize("version", [TODAY, OLDEST])
 
 
-# No tensor maps before 9.0, and none in Triton for 11.0.
-NO_MAPS = ["matmul._descriptor_kernel"]
-MISSING = {75: NO_MAPS, 80: NO_MAPS, 86: NO_MAPS, 110: NO_MAPS}
-
-
 # `make nightly` has 8.6, a near relative of 8.0, and 10.0, for which no kernel has code of its own.
 @versions
 @pytest.mark.parametrize(
@@ -50,7 +45,7 @@ def test_every_kernel_is_launched(version: str, capability: int) -> None:
     if (version, capability) == ("oldest", 110):
         pytest.skip("the ptxas of Triton 3.6 does not know sm_110a")
     result = fake_cuda.run("launch.py", str(capability), first=VERSIONS[version])
-    assert result["missing"] == MISSING.get(capability, [])
+    assert result["missing"] == []
     assert result["triton"].startswith("3.6.") == (version == "oldest")
 
 

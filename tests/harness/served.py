@@ -24,9 +24,12 @@ class _Launch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         definition = DEFINITIONS.get(func)
-        if definition is None or definition.launch is None or types:
+        if definition is None or types:
             return func(*args, **(kwargs or {}))
-        return definition.launch(self.kernels, *args, **(kwargs or {}))
+        if definition.launch is not None:
+            return definition.launch(self.kernels, *args, **(kwargs or {}))
+        definition.check(*args, **(kwargs or {}))
+        return self.kernels.LAUNCHES[func](*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager

@@ -45,9 +45,6 @@ class Launcher:
     def update_table_(self, *arguments: Any) -> None:
         self._launch("_update_table_", arguments)
 
-    def count_updates_(self, *arguments: Any) -> None:
-        self._launch("_count_updates_", arguments)
-
     def count_exponents_(self, *arguments: Any) -> None:
         self._launch("_count_exponents_", arguments)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -510,6 +511,7 @@ def test_odd_operands_are_padded_on_a_gpu() -> None:
         assert FAMILY.engine_of("linear", x.dtype, "cuda") == "cublas"
         assert FAMILY.copies_of("cublas", x, weight.t()) == sizes
         assert FAMILY.copies_of("cuda", x, weight.t()) == ((1024, 1023), (1023, 50257))
+        assert FAMILY.copies_of("triton", x.narrow(0, 0, 17), weight.t()) == ((17, 1024), (1024, 50264))
         assert FAMILY.copies_of("reference", x, weight.t()) == (None, None)
         assert FAMILY.copies_of("cublas", x.narrow(0, 0, 8), weight.t()) == (None, None)  # bound by the weight
         empty = x.narrow(1, 0, 0), weight.t().narrow(0, 0, 0)
@@ -559,6 +561,22 @@ def test_our_kernels_multiply_on_a_gpu_only_where_they_are_forced(
     assert unforced.engine == "cublas" and (f"{activation} is a second pass" in unforced.reason) == is_pass
     monkeypatch.setattr(FAMILY, "forced", lambda: "cuda")
     assert amp_kernels.explain((rows, 1023), (1023, 4096), activation).engine == "cuda"
+
+
+def test_triton_pads_and_torch_multiplies_where_triton_is_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FAMILY, "forced", lambda: "triton")
+    explanation = amp_kernels.explain((17, 1023), (1023, 4096))
+    assert explanation.engine == "triton" and explanation.padded == ("a", "b")
+    assert "so torch multiplies them" in explanation.reason
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="Triton serves CPU tensors here")
+@pytest.mark.parametrize("op", ["matmul", "addmm", "linear"])
+def test_products_refuse_triton_where_it_cannot_serve(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FAMILY, "forced", lambda: "triton")
+    a = torch.ones(8, 8, dtype=torch.bfloat16)  # needs no copy, so that no operator is called
+    with pytest.raises(RuntimeError, match="'triton' cannot serve cpu tensors"):
+        getattr(amp_kernels, op)(*(a,) * (3 if op == "addmm" else 2))
 
 
 @pytest.fixture

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from served import served_by
 from torch import Tensor
 from torch.utils import _python_dispatch
 
 import amp_kernels
 from amp_kernels import backends, testing
 from amp_kernels.families import FAMILIES, Family
-from amp_kernels.ops.library import Kernels
+from amp_kernels.ops.library import DEFINITIONS, Kernels
 from amp_kernels.ops.lists import gradient_pass, update
 from amp_kernels.testing.updates import UPDATES, Update
 
@@ -106,17 +105,11 @@ class Checked:
 # Table ops write through addresses that no schema can show, so they are never traced and have no fake: only
 # what the schema says of their arguments is checked. `_send_` has no CPU kernel.
 @pytest.mark.skipif(backends.backend_reasons("cpu")["cpu"] is not None, reason="there are no C++ kernels here")
-@pytest.mark.parametrize("op", ["_unscale_table_", "_update_table_", "_count_updates_"])
+@pytest.mark.parametrize("op", ["_unscale_table_", "_update_table_"])
 def test_table_ops_write_only_what_their_schema_says(op: str) -> None:
     checked: Any = Checked()
     if op == "_unscale_table_":
         gradient_pass(checked, [testing.common.randn(5)], one(0.5), one(0.0), write=True)
-    elif op == "_count_updates_":
-        parameter = torch.nn.Parameter(testing.common.randn(5, dtype=F16))
-        parameter.grad = testing.common.randn(5, dtype=F16)
-        with served_by(checked):
-            (plan,) = amp_kernels.optim.FusedSGD([parameter], lr=0.1)._prepare()
-            plan.count_updates(None, one(0.0), None, 0.0)
     else:
         for family in FAMILIES.values():
             update(checked, *update_arguments(family))
@@ -130,6 +123,25 @@ def test_a_backend_has_the_kernels_that_its_type_names(name: str) -> None:
     ops: Any = backends.kernels(name)
     declared = set(Kernels.__annotations__)
     assert set(ops.__all__) == declared if name == "triton" else set(vars(ops)) < declared
+
+
+WITHOUT_TRITON = {
+    "count_exponents_": lambda x: (None, ([x], *testing.exponents.results_for([x], x.device))),
+    "matmul": lambda x: ((x, x), (x, x, None, 1.0, 0.0, None, F16, False, False)),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_TRITON)
+def test_triton_leaves_what_it_has_no_kernel_for_to_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {op._opname for op, known in DEFINITIONS.items() if known.launch is None} == set(WITHOUT_TRITON)
+    op, called = getattr(OPS, name).default, []
+    result, arguments = WITHOUT_TRITON[name](torch.ones(8, 8, dtype=F16))
+    reference = lambda *args: called.append(args) or result  # noqa: E731
+    monkeypatch.setitem(DEFINITIONS, op, DEFINITIONS[op]._replace(reference=reference))
+    monkeypatch.setattr(backends, "refuse", lambda *_: None)  # this process does not interpret
+    with backends._Interceptor("triton"):
+        op(*arguments)
+    assert len(called) == 1
 
 
 # ------------------------------------------------------------------------------------------------------ fakes

@@ -168,6 +168,86 @@ def test_a_step_with_inf_loses_no_updates_and_names_it(device):
     assert report.advice()[0].startswith("3.weight: 1 of its weight gradients are NaN or inf at a scale of 4;")
 
 
+without_layers = pytest.mark.filterwarnings("ignore:PrecisionReport. no layer of the model")
+# An update of a weight of 1, whose neighbours are 1 - ulp / 2 and 1 + ulp. In ulps of the weight: where its master is,
+# what is added to it, and whether that is lost.
+ULP = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
+UPDATES = [
+    (0, 0, False),  # nothing is changed
+    (0, 1 / 64, True),
+    (0, 1 / 2, True),  # a tie goes to the even weight
+    (0, 1 / 2 + 1 / 64, False),
+    (0, -1 / 64, True),
+    (0, -1 / 4, True),
+    (0, -1 / 4 - 1 / 64, False),
+    (1 / 4, 3 / 8, True),  # the weight becomes 1 + ulp because of its master
+    (1 / 4, 1 / 2 + 1 / 64, False),
+    (1 / 4, -1 / 4, True),  # the master becomes the weight
+    (-1 / 8, -3 / 16, True),
+    (3 / 8, -5 / 8, False),  # the weight stays 1 because of its master
+]
+
+
+@without_layers
+@pytest.mark.parametrize("dtype", ULP, ids=str)
+def test_what_is_lost(device, dtype):
+    place, add, lost = torch.tensor(UPDATES).unbind(1)
+    model = nn.ParameterList([torch.ones(len(UPDATES), dtype=dtype, device=device)])
+    optimizer = FusedSGD(model.parameters(), lr=1.0)
+    for distance in (place, add):
+        model[0].grad_dtype = torch.float32
+        assert torch.equal(model[0].detach().float().cpu(), torch.ones(len(UPDATES)))
+        with PrecisionReport(model, optimizer) as report:
+            model[0].grad = (-ULP[dtype] * distance).to(device)
+            optimizer.step()
+    (row,) = report.rows()
+    assert (row.changed, row.lost) == ((add != 0).sum().item(), lost.sum().item())
+
+
+@without_layers
+def test_updates_of_every_kind_are_counted(device):
+    """int8 states, weights with gaps, one without a gradient, writes by other code, and steps that add up."""
+    base = torch.randn(2, 5000, generator=torch.Generator().manual_seed(2), device="cpu")
+    weights = [base[0], base[:, ::7], base[1, :50], base[1, :9]]
+    model = nn.ParameterList([nn.Parameter(w.to(device, torch.bfloat16)) for w in weights[:3]])
+    model.append(nn.Parameter(torch.empty(9, 3, device=device, dtype=torch.bfloat16)[:, 1].copy_(weights[3])))
+    optimizer = FusedAdamW(model.parameters(), lr=2.0**-8, state_dtype=torch.int8)
+    changed, lost = torch.zeros(4).long(), torch.zeros(4).long()
+    with PrecisionReport(model, optimizer) as report:
+        for step in range(3):
+            for i, p in enumerate(model):
+                p.grad = None if i == 2 else torch.full_like(p, 0.5 - step)
+                if step == 1:
+                    p.data[::2] = 1.5
+            before = [optimizer.master(p).double() for p in model]
+            optimizer.step()
+            for i, (p, master) in enumerate(zip(model, before, strict=True)):
+                change, weight = optimizer.master(p).double() - master, master.bfloat16()
+                changed[i] += (change != 0).sum().item()
+                lost[i] += ((change != 0) & ((weight.double() + change).float().bfloat16() == weight)).sum().item()
+            assert not report._sample.masters  # the memory is free again
+    found = by_key(report)
+    names = [f"{i}" for i in (0, 1, 3)]
+    counted = [found["weight_grad", name] for name in names]
+    assert [row.changed for row in counted] == [changed[int(name)] for name in names]
+    assert [row.lost for row in counted] == [lost[int(name)] for name in names]
+    assert changed[2] == 0 and all(row.changed > row.lost > 0 for row in counted[:2])
+
+
+@without_layers
+def test_masters_that_stay_nan_are_not_changed(device):
+    model = nn.ParameterList([torch.tensor([torch.nan, 1.0], dtype=torch.float16, device=device)])
+    optimizer = FusedSGD(model.parameters(), lr=1.0)
+    scaler = amp_kernels.GradScaler(device, init_scale=1.0)
+    for bad, changed in ((torch.inf, 0), (1.0, 1)):
+        with PrecisionReport(model, optimizer, scaler) as report:
+            model[0].grad = torch.tensor([1.0, bad], dtype=torch.float16, device=device)
+            scaler.scale(torch.zeros((), device=device))
+            scaler.step(optimizer)
+            scaler.update(1.0)
+        assert report.rows()[0].changed == changed
+
+
 def test_micro_batches_are_added(device):
     model = network(device)
     optimizer = FusedSGD(model.parameters(), lr=0.5)

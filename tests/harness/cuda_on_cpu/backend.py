@@ -8,7 +8,7 @@ import functools
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,6 +19,8 @@ from nvcc import shortened
 from served import served_by
 from torch import Tensor
 
+from amp_kernels.ops.matmul import ACTIVATIONS, new_result
+from amp_kernels.ops.table import RECORD, cut, gradient_table, is_dense
 from amp_kernels.testing import Case, Result
 
 from .build import HERE, ROOT, build
@@ -39,7 +41,6 @@ _SIGNATURES = {
         *[_INT] * 3,
         *[_POINTER] * 3,
         ctypes.c_float,
-        _POINTER,
     ),
     **dict.fromkeys(
         (
@@ -157,14 +158,6 @@ def run(case: Case) -> list[Result]:
         return list(case.body(torch.device("cpu")))
 
 
-def in_one_low_dtype(cases: Iterable[Case]) -> list[Case]:
-    """Cases in both 16-bit dtypes differ by conversions alone: every other one in fp16, the rest in bf16."""
-    cases = list(cases)
-    names = list(dict.fromkeys((case.op, case.name) for case in cases))
-    turn = {name: ("bf16", "fp16")[i % 2] for i, name in enumerate(names)}  # which is left out
-    return [case for case in cases if case.dtype != turn[case.op, case.name]]
-
-
 class Launch(NamedTuple):
     kernel: str
     threads: int
@@ -268,30 +261,31 @@ def _count_exponents_(
     _call("count_exponents", *_table(table, chunks, chunk_size), *arrays)
 
 
+def launch_exponents(tensors: Sequence[Tensor], counts: Tensor, largest: Tensor, squares: Tensor) -> None:
+    """As csrc/ops/exponents.cpp."""
+    if not tensors:
+        return
+    dense = [t if is_dense(t) else t.contiguous() for t in tensors]
+    chunks = cut([t.numel() for t in dense], blocks=_load_exponents(counts))
+    partials = torch.empty(chunks.entries.shape[0], dtype=torch.float64)
+    record = torch.zeros(RECORD, dtype=torch.int64)
+    _count_exponents_(gradient_table(dense), chunks.entries, chunks.size, partials, record, counts, largest, squares)
+
+
 def _send_(host: Tensor, to: Tensor) -> None:
     _call("send", host.data_ptr(), to.data_ptr(), host.numel())
 
 
-def _update_table_(family: str, table: Tensor, chunks: Tensor, chunk_size: int, record: Tensor, *rest: Any) -> None:
-    _update_or_count(family, table, chunks, chunk_size, record, *rest, counts=None)
-
-
-def _count_updates_(family: str, table: Tensor, chunks: Tensor, chunk_size: int, *rest: Any) -> None:
-    *rest, counts = rest
-    assert counts.is_contiguous()
-    _update_or_count(family, table, chunks, chunk_size, None, *rest, counts=counts)
-
-
-def _update_or_count(
-    family: str, table: Tensor, chunks: Tensor, chunk_size: int, record: Tensor | None, hyper: Tensor, lr: Tensor,
+def _update_table_(
+    family: str, table: Tensor, chunks: Tensor, chunk_size: int, record: Tensor, hyper: Tensor, lr: Tensor,
     param_dtype: int, split: bool, grad_dtype: int, states: int, state_dtype: int, grad_scale: Tensor | None,
-    found_inf: Tensor | None, grad_norm: Tensor | None, max_norm: float, *, counts: Tensor | None,
+    found_inf: Tensor | None, grad_norm: Tensor | None, max_norm: float,
 ) -> None:  # fmt: skip
     arrays = [_address(x) for x in (record, hyper, lr)]
     scalars = [_address(x) for x in (grad_scale, found_inf, grad_norm)]
     form = (param_dtype, split, grad_dtype, states, state_dtype)
     place = _table(table, chunks, chunk_size)
-    _call("update_table", family.encode(), *place, *arrays, *form, *scalars, max_norm, _address(counts))
+    _call("update_table", family.encode(), *place, *arrays, *form, *scalars, max_norm)
 
 
 def _load_unscale(beside: Tensor) -> int:
@@ -408,6 +402,20 @@ def _matmul_(
     _call_with("matmul", matmul)
 
 
+def launch_matmul(
+    a: Tensor, b: Tensor, input: Tensor | None, alpha: float, beta: float, activation: str | None,
+    out_dtype: torch.dtype, pads_rows: bool, needs_pre: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As csrc/ops/matmul.cpp."""
+    shape = (*a.shape[:-1], b.shape[-1])
+    out, pre = (new_result(a, size, out_dtype, pads_rows=pads_rows) for size in (shape, shape if needs_pre else (0,)))
+    if out.numel() > 0:
+        tensors = (a, b, input, out, pre if needs_pre else None)
+        batches = (t if t is None or t.dim() == 3 else t.unsqueeze(0) for t in tensors)
+        _matmul_(*batches, alpha, beta, ACTIVATIONS.index(activation))
+    return out, pre
+
+
 def _copy_pad_(x: Tensor, pre: Tensor | None, out: Tensor, bias_grad: Tensor | None, activation: int) -> None:
     assert out.is_contiguous()
     copy_pad = _CopyPad(
@@ -415,6 +423,13 @@ def _copy_pad_(x: Tensor, pre: Tensor | None, out: Tensor, bias_grad: Tensor | N
         _address(out), out.shape[1], _address(bias_grad), activation, _DTYPES[x.dtype],
     )  # fmt: skip
     _call_with("copy_pad", copy_pad)
+
+
+# Operators that C++ and the emulator launch on a GPU, but not Triton.
+LAUNCHES: dict[Any, Callable[..., Any]] = {
+    torch.ops.amp_kernels.count_exponents_.default: launch_exponents,
+    torch.ops.amp_kernels.matmul.default: launch_matmul,
+}
 
 
 def _layout(numbers: Sequence[int]) -> _Layout:

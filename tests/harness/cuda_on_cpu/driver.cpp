@@ -58,27 +58,23 @@ const char* send(const int64_t* host, int64_t* to, int64_t n) {
   return guarded([&] { cuda::launch_send(host, to, n, nullptr); });
 }
 
-// Counts lost updates if there are `counts`; else updates.
 const char* update_table(const char* family, const int64_t* table, int64_t tensors, const int32_t* chunks,
                          int64_t chunk_count, int64_t chunk_size, int32_t* ticket, const float* hyper,
                          const int64_t* lr, int param_dtype, bool split, int grad_dtype, int states, int state_dtype,
-                         const float* grad_scale, const float* found_inf, const float* grad_norm, float max_norm,
-                         int64_t* counts) {
+                         const float* grad_scale, const float* found_inf, const float* grad_norm, float max_norm) {
   return guarded([&] {
-    const Update update{{table, tensors, chunks, chunk_count, chunk_size},
-                        ticket,
-                        hyper,
-                        lr,
-                        grad_scale,
-                        found_inf,
-                        grad_norm,
-                        max_norm,
-                        {static_cast<Dtype>(param_dtype), split, static_cast<Dtype>(grad_dtype), states,
-                         static_cast<Dtype>(state_dtype)}};
-    if (counts != nullptr)
-      cuda::launch_count_updates(family, {update, counts}, nullptr);
-    else
-      cuda::launch_update(family, update, nullptr);
+    cuda::launch_update(family,
+                        {{table, tensors, chunks, chunk_count, chunk_size},
+                         ticket,
+                         hyper,
+                         lr,
+                         grad_scale,
+                         found_inf,
+                         grad_norm,
+                         max_norm,
+                         {static_cast<Dtype>(param_dtype), split, static_cast<Dtype>(grad_dtype), states,
+                          static_cast<Dtype>(state_dtype)}},
+                        nullptr);
   });
 }
 

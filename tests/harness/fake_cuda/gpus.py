@@ -22,7 +22,7 @@ from served import served_by
 from amp_kernels import triton_kernels
 
 libcuda = ctypes.CDLL("libcuda.so.1")
-for name in ("fake_launches", "fake_loads", "fake_maps", "fake_launches_of"):
+for name in ("fake_launches", "fake_loads", "fake_launches_of"):
     getattr(libcuda, name).restype = ctypes.c_long
 
 

@@ -17,7 +17,6 @@ from triton.runtime.jit import JITFunction
 
 import amp_kernels
 from amp_kernels.families import FAMILIES
-from amp_kernels.optim import FusedSGD
 from amp_kernels.testing.updates import UPDATES
 
 FP16, BF16 = torch.float16, torch.bfloat16
@@ -33,19 +32,6 @@ def step_of(family: str) -> Callable[[], None]:
     parameters[0].grad = matrix(4096, dtype=FP16)
     optimizer = UPDATES[family].optimizer(parameters, lr=0.1)
     return optimizer.step
-
-
-def count_exponents() -> None:
-    tensors = [matrix(4096, dtype=FP16)]
-    results = (torch.zeros(1, 257, dtype=torch.int64), torch.zeros(1), torch.zeros(1, dtype=torch.float64))
-    torch.ops.amp_kernels.count_exponents_(tensors, *results)
-
-
-def count_lost_updates() -> None:
-    parameter = torch.nn.Parameter(matrix(4096, dtype=FP16))
-    parameter.grad = matrix(4096, dtype=FP16)
-    (plan,) = FusedSGD([parameter], lr=0.1)._prepare()
-    plan.count_updates(None, None, None, 0.0)
 
 
 def straight_through() -> None:
@@ -71,9 +57,7 @@ def scalars() -> dict[str, torch.Tensor]:
 CALLS: dict[str, Callable[[], object]] = {
     "unscale_": lambda: amp_kernels.unscale_([matrix(4096, dtype=FP16)], **scalars()),
     "grad_norm": lambda: amp_kernels.grad_norm([matrix(4096)], **scalars()),
-    "count_exponents_": count_exponents,
     **{family: lambda family=family: step_of(family)() for family in FAMILIES},
-    "lost updates": count_lost_updates,
     "quantize rows": lambda: amp_kernels.quantize_int8(matrix(2048, 4096), dim=-1),
     "quantize columns, asymmetric": lambda: amp_kernels.quantize_int8(matrix(2048, 4096), dim=0, symmetric=False),
     "quantize a tensor, stochastic": lambda: amp_kernels.quantize_int8(
@@ -91,10 +75,6 @@ CALLS: dict[str, Callable[[], object]] = {
     "int8_linear": lambda: torch.ops.amp_kernels.int8_linear(
         matrix(64, 512), matrix(64, 512, dtype=torch.int8), torch.ones(64), None
     ),
-    "matmul, descriptors": lambda: amp_kernels.matmul(matrix(2048, 512), matrix(512, 4096)),
-    "matmul, batches": lambda: amp_kernels.matmul(matrix(4, 1024, 512), matrix(4, 1024, 512).mT),
-    "matmul, pointers": lambda: amp_kernels.matmul(matrix(40, 64), matrix(64, 72)),
-    "matmul, few rows": lambda: amp_kernels.matmul(matrix(1, 8192), matrix(8192, 64)),
     "copy_pad": lambda: torch.ops.amp_kernels.copy_pad(matrix(4096, 1023), None, None, True, 4096),
     "copy_pad, gelu": lambda: torch.ops.amp_kernels.copy_pad(matrix(64, 1023), matrix(64, 1023), "gelu", False, 64),
 }
@@ -118,7 +98,7 @@ def main() -> None:
             print(name, end=": ", flush=True)  # before it runs: it may crash
             call()
             call()  # as it is found in the launcher's cache
-            print(f"{libcuda.fake_launches()} launches, {libcuda.fake_maps()} tensor maps so far", flush=True)
+            print(f"{libcuda.fake_launches()} launches so far", flush=True)
     print(json.dumps({"triton": triton.__version__, "missing": sorted(kernels().keys() - launched)}))
 
 

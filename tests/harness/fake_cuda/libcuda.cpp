@@ -1,6 +1,6 @@
-// A libcuda.so.1 whose GPUs run nothing. Triton's launcher builds, binds arguments, encodes tensor maps and launches as
-// on a GPU, and what a driver would refuse is refused here, with a sentence. Functions that begin with fake_ say which
-// GPUs there are, switch a stream capture on, and count; ctypes and C++ call them by name.
+// A libcuda.so.1 whose GPUs run nothing. Triton's launcher builds, binds arguments and launches as on a GPU, and what a
+// driver would refuse is refused here, with a sentence. Functions that begin with fake_ say which GPUs there are,
+// switch a stream capture on, and count; ctypes and C++ call them by name.
 #include <cuda.h>
 
 #include <algorithm>
@@ -46,7 +46,7 @@ struct Driver {
   std::vector<std::unique_ptr<Function>> functions;
   std::vector<Device*> devices;  // those there are now
   bool is_capturing = false;
-  long launches = 0, loads = 0, maps = 0;
+  long launches = 0, loads = 0;
   std::map<std::string, long> launches_of;  // by the name of the kernel
   void* last_stream = nullptr;
 
@@ -142,33 +142,6 @@ int architecture_of(const char* image) {
   return version >= 8 ? flags >> 8 & 0xff : flags & 0xff;
 }
 
-// -------------------------------------------------------------------------------------------------------- tensor maps
-unsigned bytes_of(CUtensorMapDataType type) {
-  switch (type) {
-    case CU_TENSOR_MAP_DATA_TYPE_UINT8:
-      return 1;
-    case CU_TENSOR_MAP_DATA_TYPE_UINT16:
-    case CU_TENSOR_MAP_DATA_TYPE_FLOAT16:
-    case CU_TENSOR_MAP_DATA_TYPE_BFLOAT16:
-      return 2;
-    default:
-      return 4;
-  }
-}
-
-unsigned span_of(CUtensorMapSwizzle swizzle) {
-  switch (swizzle) {
-    case CU_TENSOR_MAP_SWIZZLE_32B:
-      return 32;
-    case CU_TENSOR_MAP_SWIZZLE_64B:
-      return 64;
-    case CU_TENSOR_MAP_SWIZZLE_128B:
-      return 128;
-    default:
-      return 256 * 4;
-  }
-}
-
 }  // namespace
 
 extern "C" {
@@ -190,7 +163,6 @@ void fake_set_capturing(int is_capturing) { driver().is_capturing = is_capturing
 
 long fake_launches() { return driver().launches; }
 long fake_loads() { return driver().loads; }
-long fake_maps() { return driver().maps; }
 void* fake_last_stream() { return driver().last_stream; }
 
 // Launches of kernels whose names contain this.
@@ -378,36 +350,5 @@ CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y, u
                         void** extra) {
   const CUlaunchConfig config{grid_x, grid_y, grid_z, block_x, block_y, block_z, shared, stream, nullptr, 0};
   return cuLaunchKernelEx(&config, function, parameters, extra);
-}
-
-// The rules are those of its documentation.
-CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* address,
-                                const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
-                                const cuuint32_t* steps, CUtensorMapInterleave, CUtensorMapSwizzle swizzle,
-                                CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
-  if (rank < 1 || rank > 5) return refuse("a tensor map of rank %u", rank);
-  if (reinterpret_cast<uintptr_t>(address) % 16 != 0)
-    return refuse("a tensor map of an address that is no multiple of 16");
-  for (unsigned i = 0; i < rank; ++i) {
-    if (sizes[i] == 0 || sizes[i] > uint64_t{1} << 32)
-      return refuse("a tensor map of %llu elements in dimension %u", static_cast<unsigned long long>(sizes[i]), i);
-    if (box[i] == 0 || box[i] > 256) return refuse("a tensor map with a box of %u in dimension %u", box[i], i);
-    if (steps[i] == 0 || steps[i] > 8) return refuse("a tensor map with a step of %u in dimension %u", steps[i], i);
-  }
-  for (unsigned i = 0; i + 1 < rank; ++i)
-    if (strides[i] % 16 != 0 || strides[i] >= uint64_t{1} << 40)
-      return refuse("a tensor map with a stride of %llu bytes", static_cast<unsigned long long>(strides[i]));
-  const unsigned inner = box[0] * bytes_of(type);
-  if (inner % 16 != 0 || inner > span_of(swizzle))
-    return refuse("a tensor map with an inner box of %u bytes and a swizzle of %u", inner, span_of(swizzle));
-  memset(map, 0, sizeof(*map));
-  return ++driver().maps, CUDA_SUCCESS;
-}
-
-CUresult cuTensorMapEncodeIm2col(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
-                                 const cuuint64_t*, const int*, const int*, cuuint32_t, cuuint32_t, const cuuint32_t*,
-                                 CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
-                                 CUtensorMapFloatOOBfill) {
-  return refuse("a tensor map of a convolution");
 }
 }
