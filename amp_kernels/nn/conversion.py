@@ -71,6 +71,11 @@ def terms(layer: Any) -> int:
     return weight.shape[-1] if is_transposed(layer) else math.prod(weight.shape[1:])
 
 
+def kind_in_torch(layer: Any) -> Any:
+    """Return the class of torch that a layer belongs to. For a Conv1D it is `nn.Linear`."""
+    return next((kind for kind in (nn.Embedding, *CONVOLUTIONS) if isinstance(layer, kind)), nn.Linear)
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Return whether a module has hooks of torch, or a hook of accelerate, which is a `forward` of the instance."""
     # Without a loop, because an Int8Sequential asks in each call.
@@ -99,7 +104,7 @@ def factor_of(layer: Any) -> float | None:
     timm do, or scale the rows of a table, as Gemma and BART do. To find out, `forward` of copies with small random
     weights is called. A class with public names that the base class lacks also gives None: other code may use them.
     """
-    base = next(kind for kind in (nn.Linear, nn.Embedding, *CONVOLUTIONS) if isinstance(layer, kind))
+    base = kind_in_torch(layer)
     kind, weight = type(layer), layer._parameters.get("weight")
     if kind is base:
         return 1.0

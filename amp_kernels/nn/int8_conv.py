@@ -4,7 +4,7 @@ Inputs and results have torch's order of dimensions, `[B, C, H, W]` or `[B, C, L
 of channels_last, because the kernels read and write pixels with their channels next to each other. An input in this
 order is read in place. The codes of any other input are copied into this order, one byte for each element.
 
-`Int8ConvTranspose2d` has kernels that do not overlap (`up_convolve`).
+`Int8ConvTranspose2d` has kernels that do not overlap (`_up_convolve`).
 """
 
 from __future__ import annotations
@@ -14,29 +14,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import torch_private
-from ..functional import Int8Tensor, int8_conv2d
-from ..ops import int8 as ops
-from .int8 import (
-    Affine,
-    Int8ProductLayer,
-    Mode,
-    check_has_weight,
-    check_is_dense,
-    check_scales_fit,
-    codes_of,
-    codes_to_share,
-    compute_dtype,
-    fake_inputs,
-    fake_weight,
-    quantized_weight,
-)
-
-_IMAGE = (1, 2, 3)  # the dimensions of an image in [B, H, W, C], which share a range
-Steps = dict[str, Any]  # stride, padding and dilation, each for height and width
+from ..functional import Int8Tensor
+from .conversion import is_transposed
+from .int8 import Affine, Int8ProductLayer, Mode, Steps, check_is_dense
 
 
 def pads_both_ends_alike(conv: Any) -> bool:
@@ -70,7 +52,6 @@ def kernels_do_not_overlap(conv: Any) -> bool:
 
 
 class _Int8ConvBase(Int8ProductLayer):
-    _dims: int  # of an image
     _float_class: Any
     groups, padding_mode = 1, "zeros"  # for code that reads them
 
@@ -118,24 +99,13 @@ class _Int8ConvBase(Int8ProductLayer):
             >>> amp_kernels.nn.Int8Conv2d.from_conv(torch.nn.Conv2d(3, 8, 3, padding=1))
             Int8Conv2d(3, 8, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1), mode=weight_only)
         """
-        op = f"{cls.__name__}.from_conv"
-        if not isinstance(conv, cls._float_class):
-            raise TypeError(f"{op}: conv must be a torch.nn.{cls._float_class.__name__}, got {type(conv).__name__}")
-        check_scales_fit(op, mode, input_scale, input_zero_point)
-        check_has_weight(op, conv)
-        cls._check_fits(op, conv)
-        codes = codes_to_share(op, weight, conv)
-        outputs, *taps, inputs = codes.shape
-        of_class: Any = cls  # the constructors of the subclasses differ in their arguments
-        layer = of_class(
-            inputs, outputs, taps, *cls._steps(conv), bias=False, mode=mode, device="meta", dtype=conv.weight.dtype
-        )
-        layer._take_over(conv, codes, input_scale, input_zero_point)
-        return layer
+        op, kind = f"{cls.__name__}.from_conv", cls._float_class
+        if not isinstance(conv, kind):
+            raise TypeError(f"{op}: conv must be a torch.nn.{kind.__name__}, got {type(conv).__name__}")
+        return cls._of_float(op, conv, mode, weight, input_scale, input_zero_point)
 
     @classmethod
     def _check_fits(cls, op: str, conv: Any) -> None:
-        """Raise ValueError if this class cannot compute what `conv` does."""
         if conv.groups != 1 or conv.padding_mode != "zeros":
             raise ValueError(
                 f"{op}: conv must have groups=1 and padding_mode='zeros', got groups={conv.groups} and "
@@ -143,9 +113,8 @@ class _Int8ConvBase(Int8ProductLayer):
             )
 
     @classmethod
-    def _steps(cls, conv: Any) -> tuple[Any, ...]:
-        """Return the arguments of the constructor between the size of the kernel and `bias`."""
-        return conv.stride, conv.padding, conv.dilation
+    def _further(cls, conv: Any) -> tuple[Any, ...]:
+        return conv.weight.shape[2:], conv.stride, conv.padding, conv.dilation
 
     def _compute(
         self,
@@ -154,19 +123,9 @@ class _Int8ConvBase(Int8ProductLayer):
         dtype: torch.dtype | None = None,
         output_size: Sequence[int] | None = None,
     ) -> Any:
-        """Return what the layer computes; see `Int8ProductLayer`."""
-        check_images(self, x)
-        check_output_size(self, x, output_size)
-        if isinstance(x, Int8Tensor):
-            images: Any = Int8Tensor(images_of(x.values, self._dims), x.scale, x.zero_point, x.dim, x.block_size)
-        else:
-            images = images_of(x, self._dims)
-        values = from_images(self._of_images(images, codes, dtype), self._dims, len(x.shape))
+        multiply = partial(self._product, codes=codes, dtype=dtype)
+        values = apply_convolution(self, x, self.weight_codes, self.weight_scale, multiply, output_size)
         return values if codes is None else Int8Tensor(values, *codes)
-
-    def _of_images(self, images: Any, codes: Affine, dtype: torch.dtype | None) -> Tensor:
-        """Return the result [B, H, W, N] for images [B, H, W, C]."""
-        raise NotImplementedError
 
     def extra_repr(self) -> str:
         """Return what `print(layer)` shows between the brackets."""
@@ -227,30 +186,6 @@ class _Int8Conv(_Int8ConvBase):
         result: Tensor = self._compute(x)
         return result
 
-    def _of_images(self, images: Any, codes: Affine, dtype: torch.dtype | None) -> Tensor:
-        scales = self.input_scale, self.input_zero_point
-        if codes is not None and not isinstance(images, Int8Tensor):
-            images = codes_of(images, *scales)
-        if isinstance(images, Int8Tensor):
-            self._check_multiplies_codes()
-            taps = Int8Tensor(self._taps(self.weight_codes), self._taps(self.weight_scale))
-            return int8_conv2d(images, taps, **steps_of(self), **self._result(self.bias, codes, dtype))
-        if self.mode == "weight_only":
-            images = images.to(compute_dtype(images))
-            bias: Tensor | None = self.bias
-            bias = None if bias is None else bias.to(images.dtype)
-            return convolve(images, self._taps(self._codes().dequantize(images.dtype)), bias, steps_of(self))
-        weight = self._taps(self.weight_codes), self._taps(self.weight_scale)
-        return w8a8_conv(images, *weight, self.bias, *scales, steps_of(self), compute_dtype(images))
-
-    @property
-    def _order(self) -> tuple[int, ...]:
-        return (0, self._dims + 1, *range(1, self._dims + 1))
-
-    def _taps(self, weight: Tensor) -> Tensor:
-        """Return codes or scales of the weight as [N, kernel height, kernel width, C] or [N, 1, 1, 1], a view."""
-        return weight.unsqueeze(1) if self._dims == 1 else weight
-
 
 class Int8Conv2d(_Int8Conv):
     """`torch.nn.Conv2d` with symmetric int8 weights for inference, with one scale per output channel.
@@ -308,7 +243,6 @@ class Int8Conv2d(_Int8Conv):
         (torch.Size([2, 4, 6, 6]), torch.Size([4, 16, 3, 3]), torch.Size([4, 3, 3, 16]))
     """
 
-    _dims = 2
     _float_class = nn.Conv2d
 
 
@@ -339,7 +273,6 @@ class Int8Conv1d(_Int8Conv):
         torch.Size([2, 4, 50])
     """
 
-    _dims = 1
     _float_class = nn.Conv1d
 
 
@@ -393,9 +326,9 @@ class Int8ConvTranspose2d(_Int8ConvBase):
         (torch.Size([2, 4, 16, 16]), torch.Size([16, 4, 2, 2]), torch.Size([4, 2, 2, 16]))
     """
 
-    _dims = 2
     _float_class: Any = nn.ConvTranspose2d
     _inputs = "in_channels"
+    is_transposed = True
 
     def __init__(
         self,
@@ -411,10 +344,6 @@ class Int8ConvTranspose2d(_Int8ConvBase):
         super().__init__(like, bias, mode, device, dtype)
         self.output_padding = like.output_padding
 
-    @staticmethod
-    def _terms(shape: Sequence[int]) -> int:
-        return shape[-1]
-
     @classmethod
     def _check_fits(cls, op: str, conv: Any) -> None:
         if not kernels_do_not_overlap(conv):
@@ -427,12 +356,8 @@ class Int8ConvTranspose2d(_Int8ConvBase):
             )
 
     @classmethod
-    def _steps(cls, conv: Any) -> tuple[Any, ...]:
-        return ()
-
-    @property
-    def _order(self) -> tuple[int, ...]:
-        return (3, 0, 1, 2)
+    def _further(cls, conv: Any) -> tuple[Any, ...]:
+        return (conv.weight.shape[2:],)
 
     def forward(self, x: Tensor | Int8Tensor, output_size: Sequence[int] | None = None) -> Tensor:
         """Apply the layer.
@@ -458,32 +383,57 @@ class Int8ConvTranspose2d(_Int8ConvBase):
         result: Tensor = self._compute(x, output_size=output_size)
         return result
 
-    def _of_images(self, images: Any, codes: Affine, dtype: torch.dtype | None) -> Tensor:
-        multiply = partial(self._product, codes=codes, dtype=dtype)
-        return up_convolve(images, self.weight_codes, self.weight_scale, self.bias, multiply)
-
 
 # ------------------------------------------------------------------------------------------------------ the product
-def images_of(x: Tensor, dims: int) -> Tensor:
+def apply_convolution(
+    layer: Any,
+    x: Tensor | Int8Tensor,
+    weight: Tensor,
+    scale: Tensor | None,
+    multiply: Callable[..., Tensor],
+    output_size: Sequence[int] | None = None,
+) -> Tensor:
+    """Apply an int8 layer or a layer of `prepare_qat_` to images or lines, with or without a batch.
+
+    Args:
+        layer: Has the steps, the sizes and the bias.
+        x: The input.
+        weight: Codes or floats in the order of codes.
+        scale: As in `w8a8`.
+        multiply: Returns a product or, with steps, a convolution for an input, a weight, its scale and a bias.
+        output_size: For a transposed convolution.
+    """
+    check_images(layer, x)
+    check_output_size(layer, x, output_size)
+    dims, rank = weight.dim() - 2, len(x.shape)
+    if isinstance(x, Int8Tensor):
+        images: Any = Int8Tensor(_images_of(x.values, dims), x.scale, x.zero_point, x.dim, x.block_size)
+    else:
+        images = _images_of(x, dims)
+    if is_transposed(layer):
+        result = _up_convolve(images, weight, scale, layer.bias, multiply)
+    else:
+        if dims == 1:
+            weight, scale = weight.unsqueeze(1), None if scale is None else scale.unsqueeze(1)
+        result = multiply(images, weight, scale, layer.bias, steps_of(layer))
+    result = result.permute(0, 3, 1, 2)
+    result = result.squeeze(2) if dims == 1 else result
+    return result.squeeze(0) if rank == dims + 1 else result
+
+
+def _images_of(x: Tensor, dims: int) -> Tensor:
     """Return [B, C, H, W] or [B, C, L], or either without B, as [B, H, W, C], a view."""
     if x.dim() == dims + 1:
         x = x.unsqueeze(0)
     return (x.unsqueeze(2) if dims == 1 else x).permute(0, 2, 3, 1)
 
 
-def from_images(result: Tensor, dims: int, of_input: int) -> Tensor:
-    """Undo `images_of` for the result of an input with `of_input` dimensions."""
-    result = result.permute(0, 3, 1, 2)
-    result = result.squeeze(2) if dims == 1 else result
-    return result.squeeze(0) if of_input == dims + 1 else result
-
-
-def up_convolve(
+def _up_convolve(
     images: Tensor | Int8Tensor,
     weight: Tensor,
-    scale: Tensor,
+    scale: Any,
     bias: Tensor | None,
-    multiply: Callable[[Any, Tensor, Tensor, Tensor | None], Tensor],
+    multiply: Callable[..., Tensor],
 ) -> Tensor:
     """Apply a transposed convolution whose kernels do not overlap, by one product for all pixels.
 
@@ -539,105 +489,3 @@ def check_output_size(layer: Any, x: Tensor | Int8Tensor, output_size: Sequence[
             f"{type(layer).__name__}: output_size must be {size}, the size of the input times that of the kernel, got "
             f"{tuple(output_size)}; leave the layer out with filter_fn"
         )
-
-
-def convolve(images: Tensor, weight: Tensor, bias: Tensor | None, steps: Steps) -> Tensor:
-    """Convolve floats [B, H, W, C] with a weight [N, kernel height, kernel width, C], by torch."""
-    images, steps = _pixels_of_a_stride(images, weight, steps)
-    return F.conv2d(images.permute(0, 3, 1, 2), weight.permute(0, 3, 1, 2), bias, **steps).permute(0, 2, 3, 1)
-
-
-def w8a8_conv(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor | None,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    zero_point: Tensor | None,
-    steps: Steps,
-    out_dtype: torch.dtype,
-    clamps: bool = True,
-) -> Tensor:
-    """Convolve the codes of `x` [B, H, W, C] (``int8_conv2d``), with straight-through gradients.
-
-    Args:
-        weight: [N, kernel height, kernel width, C], int8 codes, or floats in training. Floats are quantized here.
-        weight_scale: Scale of the codes. None if `weight` is floats.
-        scale, zero_point: For `x`, one element each. If they are None, each image is quantized by its own range.
-        steps: stride, padding and dilation.
-        clamps: As in `w8a8`.
-    """
-    arguments = x, weight, weight_scale, bias, scale, zero_point, steps, out_dtype
-    if torch_private.is_transformed():
-        return _by_torch(*arguments)
-    return _W8A8Conv.apply(*arguments, clamps and scale is not None)
-
-
-def _by_torch(
-    x: Tensor, weight: Tensor, weight_scale: Tensor | None, bias: Tensor | None, scale: Tensor | None,
-    zero_point: Tensor | None, steps: Steps, out_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    """Compute `w8a8_conv` as a convolution of dequantized fp32 values, with operators that work in transforms."""
-    with torch.autocast(x.device.type, enabled=False):
-        bias, taps = None if bias is None else bias.float(), fake_weight(weight, weight_scale)
-        return convolve(fake_inputs(x, scale, zero_point, _IMAGE), taps, bias, steps).to(out_dtype)
-
-
-def _pixels_of_a_stride(images: Tensor, taps: Tensor, steps: Steps) -> tuple[Tensor, Steps]:
-    """Return images with only those pixels that a kernel of one pixel reads, and steps with a stride of 1.
-
-    For a larger kernel or with padding, return both as they are. oneDNN, which torch calls, writes past the end of its
-    memory when it computes the gradient of such a kernel, if there is a stride, fewer than 16 input channels and
-    channels_last images (uxlfoundation/oneDNN#6035, seen in torch 2.13). So torch gets no such stride.
-    """
-    height, width = steps["stride"]
-    if (height, width) == (1, 1) or tuple(taps.shape[1:3]) != (1, 1) or any(steps["padding"]):
-        return images, steps
-    return images[:, ::height, ::width], {**steps, "stride": (1, 1)}
-
-
-class _W8A8Conv(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, weight_scale: Tensor | None, bias: Tensor | None, scale: Tensor | None,
-        zero_point: Tensor | None, steps: Steps, out_dtype: torch.dtype, clamps: bool,
-    ) -> Tensor:  # fmt: skip
-        # As in `_W8A8` for linear layers, `x` and the weight are saved, and the backward pass computes codes again.
-        ctx.save_for_backward(x, weight, weight_scale, scale, zero_point)
-        ctx.bias_dtype, ctx.steps, ctx.clamps = None if bias is None else bias.dtype, steps, clamps
-        return int8_conv2d(
-            codes_of(x, scale, zero_point, _IMAGE), quantized_weight(weight, weight_scale),
-            bias=None if bias is None else bias.float(), out_dtype=out_dtype, **steps,
-        )  # fmt: skip
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, weight_scale, scale, zero_point = ctx.saved_tensors
-        needs_x, needs_weight, _, needs_bias, *_ = ctx.needs_input_grad
-        grad_x: Any = None
-        grad_weight: Any = None
-        if needs_x or needs_weight:
-            if torch.is_grad_enabled():  # this gradient will be differentiated
-                inputs, taps = fake_inputs(x, scale, zero_point, _IMAGE), fake_weight(weight, weight_scale)
-            else:
-                inputs = codes_of(x, scale, zero_point, _IMAGE).dequantize(grad.dtype)
-                taps = quantized_weight(weight, weight_scale).dequantize(grad.dtype)
-            images, steps = _pixels_of_a_stride(inputs, taps, ctx.steps)
-            stride, padding, dilation = (list(steps[name]) for name in ("stride", "padding", "dilation"))
-            nchw = (t.permute(0, 3, 1, 2) for t in (grad.to(inputs.dtype), images, taps))
-            grad_x, grad_weight, _ = torch.ops.aten.convolution_backward(
-                *nchw, None, stride, padding, dilation, False, [0, 0], 1, [needs_x, needs_weight, False]
-            )
-        if needs_x:
-            grad_x = grad_x.permute(0, 2, 3, 1).to(x.dtype)
-            if images is not inputs:
-                of_pixels, grad_x = grad_x, torch.zeros_like(x)
-                height, width = ctx.steps["stride"]
-                grad_x[:, ::height, ::width] = of_pixels
-            if ctx.clamps:
-                straight = ops.straight_through if torch.is_grad_enabled() else ops.straight_through_int8
-                grad_x = straight(grad_x, x, scale, zero_point, None)
-        if needs_weight:  # as in `_W8A8`, no code of a weight was clamped
-            grad_weight = grad_weight.permute(0, 2, 3, 1).to(weight.dtype)
-        grad_bias = grad.sum((0, 1, 2)).to(ctx.bias_dtype) if needs_bias else None
-        return grad_x, grad_weight, None, grad_bias, None, None, None, None, None

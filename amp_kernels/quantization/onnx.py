@@ -119,12 +119,12 @@ def _has_batch(x: Any) -> bool:
 
 
 def _check(model: nn.Module, example: object, arguments: tuple[Any, ...], path: Path) -> None:
-    from . import PreparedEmbedding, _Prepared  # that file imports this one
+    from . import _Prepared  # that file imports this one
 
     op = "export_onnx"
     check_model(op, model)
     layers: dict[Any, str] = {layer: name for name, layer in model.named_modules() if isinstance(layer, Int8Weight)}
-    prepared = [name for name, layer in model.named_modules() if isinstance(layer, _Prepared | PreparedEmbedding)]
+    prepared = [name for name, layer in model.named_modules() if isinstance(layer, _Prepared)]
     if prepared:
         raise ValueError(f"{op}: model must be converted, got the prepared layer {prepared[0]!r}; call convert_")
     if not layers:
