@@ -402,32 +402,25 @@ class Int8ProductLayer(Int8Weight):
         weight: Int8Tensor | None,
         input_scale: Tensor | None,
         input_zero_point: Tensor | None,
+        *steps: Any,
     ) -> Any:
-        """Return an int8 layer in place of a float one, for `from_linear` or `from_conv`, whose name is `op`."""
+        """Return an int8 layer in place of a float one, for `from_linear` or `from_conv`, whose name is `op`.
+
+        `steps` are the arguments of the constructor between the numbers of inputs and outputs and `bias`.
+        """
         if (input_scale is None or input_zero_point is None) == (mode == "static"):
             raise ValueError(
                 f"{op}: input_scale and input_zero_point must both be given with mode='static', and with no other "
                 f"mode, got mode={mode!r}; to find them, call prepare_, run some batches, and call convert_"
             )
-        check_has_weight(op, layer)
-        cls._check_fits(op, layer)
         codes = codes_to_share(op, weight, layer)
         of_class: Any = cls  # the constructors of the subclasses differ in their arguments
-        sizes = codes.shape[-1], codes.shape[0], *cls._further(layer)
-        made = of_class(*sizes, bias=False, mode=mode, device="meta", dtype=layer.weight.dtype)
+        outputs, *_, inputs = codes.shape
+        made = of_class(inputs, outputs, *steps, bias=False, mode=mode, device="meta", dtype=layer.weight.dtype)
         made._share(codes, layer)
         made.mode_name = _ascii(made.mode, codes.values.device)
         made.bias, made.input_scale, made.input_zero_point = layer.bias, input_scale, input_zero_point
         return made
-
-    @classmethod
-    def _check_fits(cls, op: str, layer: Any) -> None:
-        """Raise ValueError if this class cannot compute what a float layer does."""
-
-    @classmethod
-    def _further(cls, layer: Any) -> tuple[Any, ...]:
-        """Return the arguments of the constructor between the numbers of inputs and outputs and `bias`."""
-        return ()
 
     def _compute(self, x: Tensor | Int8Tensor, codes: Affine = None, dtype: torch.dtype | None = None) -> Any:
         """Return what the layer computes, without hooks.
@@ -676,11 +669,7 @@ class Int8Linear(Int8ProductLayer):
         bias: Tensor | None = self.bias
         if outputs is not ALL:
             weight, scale, bias = weight[outputs], scale[outputs], None if bias is None else bias[outputs]
-        if isinstance(x, Int8Tensor):
-            rows: Tensor | Int8Tensor = Int8Tensor(rows_of(x.values), x.scale, x.zero_point, x.dim, x.block_size)
-        else:
-            rows = rows_of(x)
-        result = self._product(rows, weight, scale, bias, codes=codes, dtype=dtype)
+        result = self._product(arranged(x, rows_of), weight, scale, bias, codes=codes, dtype=dtype)
         values = result.reshape(*shape[:-1], weight.shape[0])
         return values if codes is None else Int8Tensor(values, *codes)
 
@@ -833,14 +822,16 @@ def w8a8(
         return result.to(out_dtype)
 
 
-def codes_of(x: Tensor, scale: Tensor | None, zero_point: Tensor | None) -> Int8Tensor:
-    """Quantize activations by `scale` and `zero_point`.
-
-    If `scale` is None, quantize each row or image, along the first dimension, asymmetrically by its own range.
-    """
+def _scheme(x: Tensor, scale: Tensor | None, zero_point: Tensor | None = None, symmetric: bool = True) -> Any:
+    """Return the arguments of `quantize_int8` for a scale. Without one, each row or image has its own range."""
     if scale is None:
-        return quantize_int8(x, dim=_all_but_first(x), symmetric=False)
-    return quantize_int8(x, scale=scale, zero_point=zero_point)
+        return {"dim": tuple(range(1, x.dim())), "symmetric": symmetric}
+    return {"scale": scale, "zero_point": zero_point}
+
+
+def codes_of(x: Tensor, scale: Tensor | None, zero_point: Tensor | None) -> Int8Tensor:
+    """Quantize activations, asymmetrically if there is no scale."""
+    return quantize_int8(x, **_scheme(x, scale, zero_point, symmetric=False))
 
 
 def check_is_dense(op: str, x: Tensor | Int8Tensor) -> None:
@@ -874,24 +865,19 @@ def scaled_rows(table: Any, rows: Tensor) -> Tensor:
 def codes_of_weight(layer: nn.Module) -> Int8Tensor:
     """Quantize a layer's weight to contiguous symmetric codes in the order of `by_outputs`, with a scale per output."""
     weight = by_outputs(layer).detach().contiguous()
-    return quantize_int8(weight, dim=_all_but_first(weight))
-
-
-def check_has_weight(op: str, layer: Any) -> None:
-    """Raise an error unless `layer` is a module with a weight that has a shape."""
-    weight = getattr(layer, "weight", None)
-    if not isinstance(weight, Tensor):
-        raise TypeError(f"{op}: the float layer must be an nn.Module with a weight, got {type(layer).__name__}")
-    if is_lazy(weight):
-        raise ValueError(
-            f"{op}: the weight of the float layer must have a shape, got an uninitialized one in a "
-            f"{type(layer).__name__}; run a batch through the layer first"
-        )
+    return quantize_int8(weight, **_scheme(weight, None))
 
 
 def codes_to_share(op: str, codes: Int8Tensor | None, layer: nn.Module) -> Int8Tensor:
     """Check and return the given codes of a weight. If `codes` is None, quantize the weight of `layer`."""
-    check_has_weight(op, layer)
+    own = getattr(layer, "weight", None)
+    if not isinstance(own, Tensor):
+        raise TypeError(f"{op}: the float layer must be an nn.Module with a weight, got {type(layer).__name__}")
+    if is_lazy(own):
+        raise ValueError(
+            f"{op}: the weight of the float layer must have a shape, got an uninitialized one in a "
+            f"{type(layer).__name__}; run a batch through the layer first"
+        )
     if codes is None:
         return codes_of_weight(layer)
     shape = by_outputs(layer).shape
@@ -912,31 +898,22 @@ def codes_to_share(op: str, codes: Int8Tensor | None, layer: nn.Module) -> Int8T
 
 def quantized_weight(weight: Tensor, scale: Tensor | None) -> Int8Tensor:
     """Return the codes of a weight, which is given as codes with their scale, or as floats with or without a scale."""
-    dim = _all_but_first(weight)
     if weight.is_floating_point():
-        return quantize_int8(weight, dim=dim) if scale is None else quantize_int8(weight, scale=scale)
+        return quantize_int8(weight, **_scheme(weight, scale))
     assert scale is not None
-    return Int8Tensor(weight, scale, None, dim)
+    return Int8Tensor(weight, scale, None, tuple(range(1, weight.dim())))
 
 
 def _fake_inputs(x: Tensor, scale: Tensor | None, zero_point: Tensor | None) -> Tensor:
     """Return the dequantized result of `codes_of`, in fp32 and differentiable."""
-    if scale is None:
-        return fake_quantize_int8(x.float(), dim=_all_but_first(x), symmetric=False)
-    return fake_quantize_int8(x.float(), scale=scale, zero_point=zero_point)
+    return fake_quantize_int8(x.float(), **_scheme(x, scale, zero_point, symmetric=False))
 
 
 def _fake_weight(weight: Tensor, scale: Tensor | None) -> Tensor:
     """Return the dequantized weight in fp32. It is differentiable if the weight is given as floats."""
-    if not weight.is_floating_point():
-        return quantized_weight(weight, scale).dequantize()
-    if scale is None:
-        return fake_quantize_int8(weight.float(), dim=_all_but_first(weight))
-    return fake_quantize_int8(weight.float(), scale=scale)
-
-
-def _all_but_first(x: Tensor) -> tuple[int, ...]:
-    return tuple(range(1, x.dim()))
+    if weight.is_floating_point():
+        return fake_quantize_int8(weight.float(), **_scheme(weight, scale))
+    return quantized_weight(weight, scale).dequantize()
 
 
 def _product_of_codes(x: Int8Tensor, weight: Int8Tensor, steps: Steps | None, **options: Any) -> Tensor:
@@ -1080,6 +1057,13 @@ def _ascii(text: str, device: torch.device | str | None) -> Tensor:
 def rows_of(x: Tensor) -> Tensor:
     """Return `[..., K]` as a matrix."""
     return x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
+
+
+def arranged(x: Any, arrange: _Fn) -> Any:
+    """Apply a function that only moves elements to a tensor, or to the values of codes with one scale."""
+    if isinstance(x, Int8Tensor):
+        return Int8Tensor(arrange(x.values), x.scale, x.zero_point, x.dim, x.block_size)
+    return arrange(x)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..functional import Int8Tensor
 from .conversion import is_transposed
-from .int8 import Affine, Int8ProductLayer, Mode, Steps, check_is_dense
+from .int8 import Affine, Int8ProductLayer, Mode, Steps, arranged, check_is_dense
 
 
 def pads_both_ends_alike(conv: Any) -> bool:
@@ -51,16 +51,35 @@ def kernels_do_not_overlap(conv: Any) -> bool:
     return is_plain and tuple(conv.stride) == tuple(conv.weight.shape[2:])
 
 
-class _Int8ConvBase(Int8ProductLayer):
+class _Int8Conv(Int8ProductLayer):
+    _inputs = "in_channels times the size of the kernel"
     _float_class: Any
     groups, padding_mode = 1, "zeros"  # for code that reads them
 
     def __init__(
-        self, like: Any, bias: bool, mode: Mode, device: torch.device | str | None, dtype: torch.dtype | None
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | Sequence[int],
+        stride: int | Sequence[int] = 1,
+        padding: str | int | Sequence[int] = 0,
+        dilation: int | Sequence[int] = 1,
+        bias: bool = True,
+        mode: Mode = "weight_only",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        shape = like.out_channels, *like.kernel_size, like.in_channels
-        super().__init__(shape, bias, mode, device, dtype)
-        self.in_channels, self.out_channels, self.kernel_size = like.in_channels, like.out_channels, like.kernel_size
+        # The float layer checks these arguments, and turns each into a tuple.
+        steps: Steps = {"stride": stride, "padding": padding, "dilation": dilation}
+        like = self._float_class(in_channels, out_channels, kernel_size, **steps, bias=False, device="meta")
+        kind = type(self).__name__
+        if not pads_both_ends_alike(like):
+            raise ValueError(
+                f"{kind}: padding must add as many pixels at the end of a dimension as at its beginning, got 'same' "
+                f"for a kernel of {like.kernel_size} with dilation {like.dilation}; pad the input yourself"
+            )
+        super().__init__((out_channels, *like.kernel_size, in_channels), bias, mode, device, dtype)
+        self.in_channels, self.out_channels, self.kernel_size = in_channels, out_channels, like.kernel_size
         self.stride, self.padding, self.dilation = like.stride, like.padding, like.dilation
 
     @classmethod
@@ -102,7 +121,10 @@ class _Int8ConvBase(Int8ProductLayer):
         op, kind = f"{cls.__name__}.from_conv", cls._float_class
         if not isinstance(conv, kind):
             raise TypeError(f"{op}: conv must be a torch.nn.{kind.__name__}, got {type(conv).__name__}")
-        return cls._of_float(op, conv, mode, weight, input_scale, input_zero_point)
+        steps = () if cls.is_transposed else (conv.stride, conv.padding, conv.dilation)
+        made = cls._of_float(op, conv, mode, weight, input_scale, input_zero_point, conv.kernel_size, *steps)
+        cls._check_fits(op, conv)
+        return made
 
     @classmethod
     def _check_fits(cls, op: str, conv: Any) -> None:
@@ -111,10 +133,6 @@ class _Int8ConvBase(Int8ProductLayer):
                 f"{op}: conv must have groups=1 and padding_mode='zeros', got groups={conv.groups} and "
                 f"padding_mode={conv.padding_mode!r}; leave it in floating point"
             )
-
-    @classmethod
-    def _further(cls, conv: Any) -> tuple[Any, ...]:
-        return conv.weight.shape[2:], conv.stride, conv.padding, conv.dilation
 
     def _compute(
         self,
@@ -133,35 +151,6 @@ class _Int8ConvBase(Int8ProductLayer):
         shown += [f"padding={self.padding!r}"] * any(steps_of(self)["padding"])
         shown += [f"dilation={self.dilation}"] * any(step != 1 for step in self.dilation)
         return ", ".join([*shown, *["bias=False"] * (self.bias is None), f"mode={self.mode}"])
-
-
-class _Int8Conv(_Int8ConvBase):
-    _inputs = "in_channels times the size of the kernel"
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int | Sequence[int],
-        stride: int | Sequence[int] = 1,
-        padding: str | int | Sequence[int] = 0,
-        dilation: int | Sequence[int] = 1,
-        bias: bool = True,
-        mode: Mode = "weight_only",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        # The float layer checks these arguments, and turns each into a tuple.
-        like = self._float_class(
-            in_channels, out_channels, kernel_size, stride, padding, dilation, bias=False, device="meta"
-        )
-        kind = type(self).__name__
-        if not pads_both_ends_alike(like):
-            raise ValueError(
-                f"{kind}: padding must add as many pixels at the end of a dimension as at its beginning, got 'same' "
-                f"for a kernel of {like.kernel_size} with dilation {like.dilation}; pad the input yourself"
-            )
-        super().__init__(like, bias, mode, device, dtype)
 
     def forward(self, x: Tensor | Int8Tensor) -> Tensor:
         """Apply the layer.
@@ -249,23 +238,9 @@ class Int8Conv2d(_Int8Conv):
 class Int8Conv1d(_Int8Conv):
     """`torch.nn.Conv1d` with symmetric int8 weights for inference, with one scale per output channel.
 
-    Everything is as in `Int8Conv2d`, for lines `[B, C, L]` in place of images. `weight_codes` is int8 `[out_channels,
-    kernel size, in_channels]`, and `weight_scale` is fp32 `[out_channels, 1, 1]`.
-
-    Args:
-        in_channels: As in `torch.nn.Conv1d`.
-        out_channels: As in `torch.nn.Conv1d`.
-        kernel_size: As in `torch.nn.Conv1d`.
-        stride: As in `torch.nn.Conv1d`.
-        padding: As in `Int8Conv2d`.
-        dilation: As in `torch.nn.Conv1d`.
-        bias: Add a bias.
-        mode: `"weight_only"`, `"dynamic"` or `"static"`.
-        device: As in `torch.nn.Conv1d`.
-        dtype: As in `torch.nn.Conv1d`.
-
-    Raises:
-        ValueError: As `Int8Conv2d`.
+    It takes the arguments of `amp_kernels.nn.Int8Conv2d`. Everything is as there, for lines `[B, C, L]` in place of
+    images. `weight_codes` is int8 `[out_channels, kernel size, in_channels]`, and `weight_scale` is fp32
+    `[out_channels, 1, 1]`.
 
     Examples:
         >>> layer = amp_kernels.nn.Int8Conv1d.from_conv(torch.nn.Conv1d(16, 4, 3, padding="same"), mode="dynamic")
@@ -276,7 +251,7 @@ class Int8Conv1d(_Int8Conv):
     _float_class = nn.Conv1d
 
 
-class Int8ConvTranspose2d(_Int8ConvBase):
+class Int8ConvTranspose2d(_Int8Conv):
     """`torch.nn.ConvTranspose2d` with symmetric int8 weights, if its stride is the size of its kernel.
 
     Such a layer, for example an up-convolution of a U-Net, turns each pixel into a block of pixels of its own. So its
@@ -293,27 +268,10 @@ class Int8ConvTranspose2d(_Int8ConvBase):
     There is one scale per output channel. A call copies the codes of the weight into the order of the result.
 
     An input in channels_last memory is read in place. Results are in this memory too. An input in any other order is
-    copied first. Dtypes, gradients and autocast are as in `Int8Conv2d`.
+    copied first. Attributes, dtypes, gradients and autocast are as in `Int8Conv2d`. The layer takes the arguments of
+    `amp_kernels.nn.Int8Conv2d`, except those for steps. The size of the kernel is the stride, too.
 
     The weights of a new layer are 0: load a state dict, or use `from_conv`.
-
-    Args:
-        in_channels: As in `torch.nn.ConvTranspose2d`.
-        out_channels: As in `torch.nn.ConvTranspose2d`.
-        kernel_size: As in `torch.nn.ConvTranspose2d`. It is the stride, too.
-        bias: Add a bias.
-        mode: `"weight_only"`, `"dynamic"` or `"static"`.
-        device: As in `torch.nn.ConvTranspose2d`.
-        dtype: As in `torch.nn.ConvTranspose2d`.
-
-    Attributes:
-        weight_codes: int8 `[out_channels, kernel height, kernel width, in_channels]`.
-        weight_scale: fp32 `[out_channels, 1, 1, 1]`.
-        weight_dtype: A 0 in the layer's dtype. State dicts hold it under the key `weight`.
-        mode_name: The mode in ASCII, uint8. State dicts hold it.
-        bias: `[out_channels]`, or None.
-        input_scale: fp32 `[1]` of a static layer, else None.
-        input_zero_point: int32 `[1]` of a static layer, else None.
 
     Raises:
         ValueError: `mode` is unknown, or `in_channels` is above 131071 and `mode` is not `"weight_only"`.
@@ -340,9 +298,10 @@ class Int8ConvTranspose2d(_Int8ConvBase):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        like = self._float_class(in_channels, out_channels, kernel_size, kernel_size, bias=False, device="meta")
-        super().__init__(like, bias, mode, device, dtype)
-        self.output_padding = like.output_padding
+        super().__init__(
+            in_channels, out_channels, kernel_size, kernel_size, bias=bias, mode=mode, device=device, dtype=dtype
+        )
+        self.output_padding = (0, 0)
 
     @classmethod
     def _check_fits(cls, op: str, conv: Any) -> None:
@@ -354,10 +313,6 @@ class Int8ConvTranspose2d(_Int8ConvBase):
                 + ", ".join(f"{name}={getattr(conv, name)}" for name in given)
                 + "; leave it in floating point"
             )
-
-    @classmethod
-    def _further(cls, conv: Any) -> tuple[Any, ...]:
-        return (conv.weight.shape[2:],)
 
     def forward(self, x: Tensor | Int8Tensor, output_size: Sequence[int] | None = None) -> Tensor:
         """Apply the layer.
@@ -406,10 +361,7 @@ def apply_convolution(
     check_images(layer, x)
     check_output_size(layer, x, output_size)
     dims, rank = weight.dim() - 2, len(x.shape)
-    if isinstance(x, Int8Tensor):
-        images: Any = Int8Tensor(_images_of(x.values, dims), x.scale, x.zero_point, x.dim, x.block_size)
-    else:
-        images = _images_of(x, dims)
+    images = arranged(x, partial(_images_of, dims=dims))
     if is_transposed(layer):
         result = _up_convolve(images, weight, scale, layer.bias, multiply)
     else:
@@ -452,11 +404,7 @@ def _up_convolve(
     outputs, height, width, channels = weight.shape
     taps = height * width
     batch, rows, columns, _ = images.shape
-    if isinstance(images, Int8Tensor):
-        values = images.values.reshape(-1, channels)
-        pixels: Any = Int8Tensor(values, images.scale, images.zero_point, images.dim, images.block_size)
-    else:
-        pixels = images.reshape(-1, channels)
+    pixels = arranged(images, lambda values: values.reshape(-1, channels))
     # With the outputs of a pixel next to each other, the blocks are moved in long pieces. With `weight` as it is, each
     # element would be moved alone, which takes a CPU 2 to 4 times as long (int8: 9 times or more). The copy of the
     # weight takes 1% of the time of the product.

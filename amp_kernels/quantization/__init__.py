@@ -255,12 +255,12 @@ def convert_(model: nn.Module) -> nn.Module:
             "floats and are dequantized int8 from now on, so what is computed from them may change: %s",
             ", ".join(dict.fromkeys(map(of_all_blocks, read))),
         )
-    result = _replace_layers("convert_", model, new, None)  # `prepare_` or `prepare_qat_` has warned already
+    result = _replace_layers("convert_", model, model, new, None)  # `prepare_` or `prepare_qat_` has warned already
     observed = {new[layer] for layer in prepared if isinstance(layer, Observed) and layer.observer is not None}
     for parent in result.modules():
         if type(parent) is nn.Sequential and sum(layer in observed for layer in parent) > 1:
             parent.__class__ = Int8Sequential  # the object stays the same
-    return _returned("convert_", model, result)
+    return result
 
 
 # -------------------------------------------------------------------------------------------------- prepared layers
@@ -304,12 +304,7 @@ class MinMaxObserver(FixedDtypes):
         return _affine(self.low, self.high)
 
     def check(self, name: str, when: str = "") -> None:
-        """Raise ValueError unless a finite range was recorded. Waits for the device.
-
-        Args:
-            name: The layer's name, for the message.
-            when: When the layer records, for the message.
-        """
+        """Raise ValueError unless the layer `name` has recorded a finite range. Waits for the device."""
         low, high = self.low.item(), self.high.item()
         if low > high:
             raise ValueError(
@@ -509,13 +504,8 @@ def _exchange_layers(
 ) -> nn.Module:
     """Put the layers that `make` returns in the place of those that can be int8. After an error nothing has changed.
 
-    Args:
-        op: The name of the function that the user called.
-        model: Changed in place.
-        filter_fn: From the user.
-        make: Returns the new layer for a float layer.
-        needs_int8_input: Whether the new layers multiply codes by codes.
-        in_place: Whether the new layers keep the parameters, into which batch norms are then folded.
+    `needs_int8_input` says whether the new layers multiply codes by codes. If `in_place` is true, they keep the
+    parameters, and batch norms are folded into these.
     """
     check_model(op, model)
     # The projections of a `torch.nn.MultiheadAttention` are not layers. A `MultiheadAttention` of this package takes
@@ -539,7 +529,7 @@ def _exchange_layers(
     exchange(root, {pair.norm: FoldedBatchNorm(pair.norm) for pair in pairs})
     if norms:
         LOG.info("folded %d of %d batch norms into convolutions", len(pairs), norms)
-    return _returned(op, model, _replace_layers(op, root, new, spared))
+    return _replace_layers(op, model, root, new, spared)
 
 
 def _find(op: str, model: nn.Module, filter_fn: FilterFn | None, needs_int8_input: bool) -> tuple[list[Any], list[Any]]:
@@ -656,22 +646,20 @@ def _check_loses_nothing(op: str, name: str, layer: nn.Module) -> None:
         )
 
 
-def _replace_layers(op: str, model: nn.Module, new: Mapping[Any, nn.Module], spared: Iterable[Any] | None) -> nn.Module:
-    """Replace layers in place, and log what was replaced. Return the model, or the new layer if the model is a layer.
+def _replace_layers(
+    op: str, model: nn.Module, root: nn.Module, new: Mapping[Any, nn.Module], spared: Iterable[Any] | None
+) -> nn.Module:
+    """Replace layers of `root` in place, and log this. Return `root`, or the new layer if `root` is a layer.
 
-    `new` maps each old layer to its new one. `spared` holds the layers that `filter_fn` left out. If it is None, the
-    level of the log line is always INFO.
+    `root` is the `model` of the user, or what took its place. `new` maps each old layer to its new one. `spared` holds
+    the layers that `filter_fn` left out. If it is None, the level of the log line is always INFO.
     """
-    line, is_unexpected = shares(model, new.keys(), spared or ())
+    line, is_unexpected = shares(root, new.keys(), spared or ())
     warns = is_unexpected and spared is not None
-    exchange(model, new)
-    _switch_off_fused_kernels(model, set(new.values()))
+    exchange(root, new)
+    _switch_off_fused_kernels(root, set(new.values()))
     LOG.log(logging.WARNING if warns else logging.INFO, "%s: %s", op, line)
-    return new.get(model, model)
-
-
-def _returned(op: str, model: nn.Module, result: nn.Module) -> nn.Module:
-    """Return the result of a conversion, with a warning if it is a new layer."""
+    result = new.get(root, root)
     if result is not model:
         kind = type(model).__name__
         LOG.warning("%s: a %s by itself cannot be replaced in place; use the layer that %s returns", op, kind, op)
