@@ -5,18 +5,13 @@
 `Int8Embedding` have the layer's dtype. If the input of an `Int8Linear` is an `Int8Tensor`, its results have the layer's
 dtype too, except under autocast.
 
-`layer.weight` is a dequantized tensor in the layer's dtype. Each read makes a new tensor. Every operator that needs the
-elements of this tensor computes them from the codes. An operator that would change the tensor in place raises an error.
-A write into a view or a copy of the tensor does not change the layer.
-
-The weight of one int8 layer can be assigned to another one. The two layers then share their codes. The entry `weight`
-of an int8 layer's state dict can be assigned too, and gives the layer its dtype. `torch.func.functional_call` does
-this. Any other assignment to `layer.weight` raises an error.
+`layer.weight` is a `DequantizedWeight`. The weight of one int8 layer can be assigned to another one. The two layers
+then share their codes. The entry `weight` of a state dict can be assigned too (`Int8Weight._tie`). Any other assignment
+raises an error.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -32,7 +27,7 @@ from ..ops import int8 as ops
 from ..ops.checks import check_are_tensors, why_not_loaded
 from ..ops.int8 import MAX_K
 from ..ops.library import call
-from .conversion import LoadsItsKind, by_outputs, factor_of, is_transposed
+from .conversion import LoadsItsKind, by_outputs, factor_of, is_transposed, terms
 
 Mode = Literal["weight_only", "weight-only", "dynamic", "static"]
 MODES: tuple[Mode, ...] = ("weight_only", "dynamic", "static")
@@ -93,13 +88,12 @@ class DequantizedWeight(Tensor):
     """The dequantized weight of an int8 layer. Every operator that needs its elements computes them from the codes.
 
     Its dtype, shape and device are known without its elements. For example, T5 reads `wo.weight.dtype` in every forward
-    pass, and no elements are computed for this. In a large output layer the elements would take a gigabyte.
+    pass, and no elements are computed for this. In a large output layer the elements would take a gigabyte. No elements
+    are kept, so a weight that was read before `load_state_dict` has the new values afterwards. With `assign=True`,
+    which replaces the codes, it has not.
 
-    No elements are kept. A weight that was read before `load_state_dict` therefore has the new values afterwards,
-    except with `assign=True`, which replaces the codes.
-
-    An in-place operator that changes an element raises an error, since the codes would not change. An in-place
-    operator that changes no element raises no error. RWKV models need this, because they divide a weight by 1.
+    An in-place operator that changes an element raises an error, since the codes would not change. One that changes no
+    element raises none, because RWKV models divide a weight by 1. A view or a copy is an ordinary tensor.
     """
 
     codes: Int8Tensor
@@ -367,7 +361,7 @@ class Int8ProductLayer(Int8Weight):
     def __init__(
         self, shape: Sequence[int], bias: bool, mode: Mode, device: torch.device | str | None, dtype: torch.dtype | None
     ) -> None:
-        kind, inputs, mode = type(self).__name__, self._terms(shape), known_mode(mode)
+        kind, inputs, mode = type(self).__name__, terms(shape, self.is_transposed), known_mode(mode)
         if mode not in MODES:
             raise ValueError(f"{kind}: mode must be one of {', '.join(MODES)}, got {mode!r}")
         if mode != "weight_only" and inputs > MAX_K:
@@ -382,11 +376,6 @@ class Int8ProductLayer(Int8Weight):
         scale = torch.ones(1, dtype=torch.float32, device=device) if mode == "static" else None
         self.register_buffer("input_scale", scale)
         self.register_buffer("input_zero_point", scale if scale is None else torch.zeros_like(scale).int())
-
-    @classmethod
-    def _terms(cls, shape: Sequence[int]) -> int:
-        """Return how many products an output sums, for codes of a shape. In a transposed one kernels do not overlap."""
-        return shape[-1] if cls.is_transposed else math.prod(shape[1:])
 
     @property
     def mode(self) -> Mode:

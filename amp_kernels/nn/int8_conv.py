@@ -194,7 +194,9 @@ class Int8Conv2d(_Int8Conv):
     Under autocast results have the dtype of autocast. Otherwise they have the dtype of `x`, or the layer's `dtype` if
     `x` is an `Int8Tensor`. The gradient of `x` is that of a convolution with the dequantized weight. In the modes
     `"dynamic"` and `"static"` it is 0 for values of `x` outside the range of the codes (Jacob et al. 2018). The
-    weight is frozen. The bias is a parameter in the dtype of the original layer.
+    weight is frozen. The bias is a parameter in the dtype of the original layer. Attributes are those of `Int8Linear`.
+    `weight_codes` is int8 `[out_channels, kernel height, kernel width, in_channels]`, and `weight_scale` is fp32
+    `[out_channels, 1, 1, 1]`.
 
     The weights of a new layer are 0: load a state dict, or use `from_conv`.
 
@@ -210,15 +212,6 @@ class Int8Conv2d(_Int8Conv):
         mode: `"weight_only"`, `"dynamic"` or `"static"`.
         device: As in `torch.nn.Conv2d`.
         dtype: As in `torch.nn.Conv2d`.
-
-    Attributes:
-        weight_codes: int8 `[out_channels, kernel height, kernel width, in_channels]`.
-        weight_scale: fp32 `[out_channels, 1, 1, 1]`.
-        weight_dtype: A 0 in the layer's dtype. State dicts hold it under the key `weight`.
-        mode_name: The mode in ASCII, uint8. State dicts hold it.
-        bias: `[out_channels]`, or None.
-        input_scale: fp32 `[1]` of a static layer, else None.
-        input_zero_point: int32 `[1]` of a static layer, else None.
 
     Raises:
         ValueError: `mode` is unknown, `padding` does not fit, or an output sums more than 131071 products and `mode` is
@@ -350,13 +343,8 @@ def apply_convolution(
 ) -> Tensor:
     """Apply an int8 layer or a layer of `prepare_qat_` to images or lines, with or without a batch.
 
-    Args:
-        layer: Has the steps, the sizes and the bias.
-        x: The input.
-        weight: Codes or floats in the order of codes.
-        scale: As in `w8a8`.
-        multiply: Returns a product or, with steps, a convolution for an input, a weight, its scale and a bias.
-        output_size: For a transposed convolution.
+    `weight` is codes or floats in the order of codes. `multiply` returns a product, or with steps a convolution, for an
+    input, a weight, its scale and a bias.
     """
     check_images(layer, x)
     check_output_size(layer, x, output_size)

@@ -544,7 +544,7 @@ def _find(op: str, model: nn.Module, filter_fn: FilterFn | None, needs_int8_inpu
                 f"{op}: the weight of {name!r} must be float32, float16 or bfloat16, got {layer.weight.dtype}; "
                 "leave the layer out with filter_fn"
             )
-        inputs = terms(layer)
+        inputs = terms(by_outputs(layer).shape, is_transposed(layer))
         if needs_int8_input and inputs > MAX_K and not isinstance(layer, nn.Embedding):
             raise ValueError(
                 f"{op}: {name!r} must have at most {MAX_K} inputs, got {inputs}; leave it out with filter_fn"
