@@ -227,7 +227,7 @@ class Int8Weight(FixedDtypes):
     weight_scale: Tensor
     weight_dtype: Tensor
     _dtype_of = "weight_dtype"
-    is_transposed = False  # whether `weight` begins with its inputs, because the layer replaces a Conv1D or so does it
+    is_transposed = False  # whether `weight` begins with its inputs, as in a Conv1D or a transposed convolution
 
     def __init__(self, shape: Sequence[int], device: torch.device | str | None, dtype: torch.dtype | None) -> None:
         super().__init__()
@@ -740,10 +740,9 @@ class Int8Embedding(Int8Weight):
         """
         codes = codes_to_share("Int8Embedding.from_embedding", weight, embedding)
         rows, width = codes.shape
-        options: dict[str, Any] = {"max_norm": embedding.max_norm, "norm_type": embedding.norm_type}
         factor = factor_of(embedding)
-        options["embed_scale"] = 1.0 if factor is None else factor
-        layer = cls(rows, width, embedding.padding_idx, "meta", **options)
+        layer = cls(rows, width, embedding.padding_idx, "meta", embed_scale=1.0 if factor is None else factor)
+        layer.max_norm, layer.norm_type = embedding.max_norm, embedding.norm_type
         layer._share(codes, embedding)
         return layer
 
@@ -911,18 +910,8 @@ def _product_of_codes(x: Int8Tensor, weight: Int8Tensor, steps: Steps | None, **
 
 class _W8A8(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        weight_scale: Tensor | None,
-        bias: Tensor | None,
-        scale: Tensor | None,
-        zero_point: Tensor | None,
-        out_dtype: torch.dtype,
-        clamps: bool,
-        steps: Steps | None,
-    ) -> Tensor:
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        x, weight, weight_scale, bias, scale, zero_point, out_dtype, clamps, steps = given  # as in `w8a8`
         # `x` and the weight are saved, as by nn.Linear. The codes that are computed from them are not saved. The
         # backward pass computes these codes again.
         ctx.save_for_backward(x, weight, weight_scale, scale, zero_point)

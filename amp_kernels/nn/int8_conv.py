@@ -319,9 +319,8 @@ class Int8ConvTranspose2d(_Int8Conv):
             `[B, out_channels, H * kernel height, W * kernel width]` in channels_last memory.
 
         Raises:
-            TypeError: `x` is no tensor, has another dtype, is nested, or is an `Int8Tensor` in the mode
-                `"weight_only"`.
-            ValueError: The shape of `x` does not fit, or `output_size` is not the size of the result.
+            TypeError: As `Int8Conv2d`.
+            ValueError: As `Int8Conv2d`, or `output_size` is not the size of the result.
 
         Examples:
             >>> layer = amp_kernels.nn.Int8ConvTranspose2d(8, 3, 2, mode="dynamic")
@@ -369,25 +368,12 @@ def _images_of(x: Tensor, dims: int) -> Tensor:
 
 
 def _up_convolve(
-    images: Tensor | Int8Tensor,
-    weight: Tensor,
-    scale: Any,
-    bias: Tensor | None,
-    multiply: Callable[..., Tensor],
+    images: Tensor | Int8Tensor, weight: Tensor, scale: Any, bias: Tensor | None, multiply: Callable[..., Tensor]
 ) -> Tensor:
-    """Apply a transposed convolution whose kernels do not overlap, by one product for all pixels.
+    """Apply a transposed convolution whose kernels do not overlap, by one product for all pixels of [B, H, W, C].
 
-    A pixel `x` of an image becomes a block of pixels: pixel (i, j) of the block is `weight[:, i, j] @ x + bias`.
-
-    Args:
-        images: [B, H, W, C].
-        weight: [N, kernel height, kernel width, C], codes or floats.
-        scale: [N, 1, 1, 1].
-        bias: [N], or None.
-        multiply: Returns the product [M, taps * N] of pixels [M, C] and a weight [taps * N, C] with its scale and bias.
-
-    Returns:
-        [B, H * kernel height, W * kernel width, N].
+    A pixel `x` becomes a block of pixels: pixel (i, j) of the block is `weight[:, i, j] @ x + bias`. The result is
+    [B, H * kernel height, W * kernel width, N].
     """
     outputs, height, width, channels = weight.shape
     taps = height * width
