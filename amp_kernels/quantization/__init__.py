@@ -389,6 +389,7 @@ class QAT(_Prepared):
         return w8a8(x, weight, scale, bias, *of_x, compute_dtype(x), not self.training, steps)
 
 
+# Each of these is also of the class of torch that it replaces, for code that looks for this class.
 class ObservedLinear(Observed, nn.Linear):
     def forward(self, x: Tensor, outputs: slice = ALL) -> Tensor:
         self._record(x)
