@@ -252,11 +252,8 @@ class Int8ConvTranspose2d(_Int8Conv):
     into another order. All other transposed convolutions stay in floating point: those whose kernels overlap or leave
     gaps, and those with padding, `output_padding`, dilation or groups.
 
-    | mode | what it computes |
-    |---|---|
-    | `"weight_only"` | The product of the pixels by the dequantized weight, as in `Int8Linear`. |
-    | `"dynamic"` | `int8_matmul` of codes. Each pixel is quantized, asymmetrically, by the range of its channels. |
-    | `"static"` | Like `"dynamic"`, with one range for all pixels. |
+    The modes are those of `Int8Linear`, with the pixels as rows. In the mode `"dynamic"` each pixel is quantized by the
+    range of its channels.
 
     There is one scale per output channel. A call copies the codes of the weight into the order of the result.
 
