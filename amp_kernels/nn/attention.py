@@ -165,18 +165,12 @@ class MultiheadAttention(LoadsItsKind):
         if self.add_zero_attn:
             k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
         causal = is_causal and key_padding_mask is None and not need_weights
-        mask = (
-            None
-            if causal
-            else _additive(
-                "attn_mask", attn_mask, q.dtype, (length, sources), (batch * self.num_heads, length, sources)
-            )
-        )
+        pairs = length, sources
+        mask = _additive("attn_mask", None if causal else attn_mask, q.dtype, pairs, (batch * self.num_heads, *pairs))
         if mask is not None and mask.dim() == 3:
             mask = mask.unflatten(0, (batch, self.num_heads))
-        padding = _additive(
-            "key_padding_mask", key_padding_mask, q.dtype, (batch, sources) if is_batched else (sources,)
-        )
+        shape = (batch, sources) if is_batched else (sources,)
+        padding = _additive("key_padding_mask", key_padding_mask, q.dtype, shape)
         if padding is not None:
             padding = padding.view(batch, 1, 1, sources)
             mask = padding if mask is None else mask + padding

@@ -8,7 +8,7 @@ import logging
 import math
 import re
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,10 +65,14 @@ def by_outputs(layer: Any) -> Tensor:
     return matrix(layer)
 
 
-def terms(layer: Any) -> int:
-    """Return how many products an output of a layer sums. In a transposed convolution kernels must not overlap."""
-    weight = by_outputs(layer)
-    return weight.shape[-1] if is_transposed(layer) else math.prod(weight.shape[1:])
+def terms(codes: Sequence[int], transposed: bool) -> int:
+    """Return how many products an output sums. In a transposed convolution kernels must not overlap."""
+    return codes[-1] if transposed else math.prod(codes[1:])
+
+
+def kind_in_torch(layer: Any) -> Any:
+    """Return the class of torch that a layer belongs to. For a Conv1D it is `nn.Linear`."""
+    return next((kind for kind in (nn.Embedding, *CONVOLUTIONS) if isinstance(layer, kind)), nn.Linear)
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -99,7 +103,7 @@ def factor_of(layer: Any) -> float | None:
     timm do, or scale the rows of a table, as Gemma and BART do. To find out, `forward` of copies with small random
     weights is called. A class with public names that the base class lacks also gives None: other code may use them.
     """
-    base = next(kind for kind in (nn.Linear, nn.Embedding, *CONVOLUTIONS) if isinstance(layer, kind))
+    base = kind_in_torch(layer)
     kind, weight = type(layer), layer._parameters.get("weight")
     if kind is base:
         return 1.0
@@ -280,20 +284,11 @@ def kept_weights(model: nn.Module, taken: Collection[Any]) -> set[int]:
 def shares(model: nn.Module, taken: Collection[Any], spared: Iterable[nn.Module] = ()) -> tuple[str, bool]:
     """Describe which parameters of a model are converted and which are left, with their shares of the bytes.
 
-    Layers whose names differ only in numbers are listed under one name. A share below 1% is not listed. If a layer
-    that is not converted has the same weight as a converted one, the weight counts as left.
+    `taken` holds the layers whose weights are converted, and `spared` those that `filter_fn` left out. Layers whose
+    names differ only in numbers are listed under one name. A share below 1% is not listed. If a layer that is not
+    converted has the same weight as a converted one, the weight counts as left.
 
-    A parameter that is left is listed with the reason (`kind_of`). If `filter_fn` left the layer out, "by filter_fn"
-    follows.
-
-    Args:
-        model: The model before the conversion.
-        taken: The layers whose weights are converted.
-        spared: Layers that `filter_fn` left out.
-
-    Returns:
-        The line, and whether more than `WARNING_SHARE` of the bytes is left in matrices. Layers in `spared` do not
-            count.
+    Return the line, and whether more than `WARNING_SHARE` of the bytes is left in matrices of layers not in `spared`.
     """
     done = {id(layer.weight) for layer in taken} - kept_weights(model, taken)
     spared = set(spared)

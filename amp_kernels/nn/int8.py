@@ -5,18 +5,13 @@
 `Int8Embedding` have the layer's dtype. If the input of an `Int8Linear` is an `Int8Tensor`, its results have the layer's
 dtype too, except under autocast.
 
-`layer.weight` is a dequantized tensor in the layer's dtype. Each read makes a new tensor. Every operator that needs the
-elements of this tensor computes them from the codes. An operator that would change the tensor in place raises an error.
-A write into a view or a copy of the tensor does not change the layer.
-
-The weight of one int8 layer can be assigned to another one. The two layers then share their codes. The entry `weight`
-of an int8 layer's state dict can be assigned too, and gives the layer its dtype. `torch.func.functional_call` does
-this. Any other assignment to `layer.weight` raises an error.
+`layer.weight` is a `DequantizedWeight`. The weight of one int8 layer can be assigned to another one. The two layers
+then share their codes. The entry `weight` of a state dict can be assigned too (`Int8Weight._tie`). Any other assignment
+raises an error.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -27,12 +22,12 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .. import reference, torch_private
-from ..functional import Int8Tensor, fake_quantize_int8, int8_matmul, quantize_int8
+from ..functional import Int8Tensor, fake_quantize_int8, int8_conv2d, int8_matmul, quantize_int8
 from ..ops import int8 as ops
 from ..ops.checks import check_are_tensors, why_not_loaded
 from ..ops.int8 import MAX_K
 from ..ops.library import call
-from .conversion import LoadsItsKind, by_outputs, factor_of, is_transposed, matrix
+from .conversion import LoadsItsKind, by_outputs, factor_of, is_transposed, terms
 
 Mode = Literal["weight_only", "weight-only", "dynamic", "static"]
 MODES: tuple[Mode, ...] = ("weight_only", "dynamic", "static")
@@ -43,6 +38,7 @@ ALL = slice(None)
 
 _Fn = Callable[[Tensor], Tensor]
 Affine = tuple[Tensor, Tensor] | None  # scale and zero point of a result in codes
+Steps = dict[str, Any]  # stride, padding and dilation of a convolution, each for height and width
 # A layer stores the name of its mode in a tensor. The names differ in length, so the mode is read from the shape of the
 # tensor, without a wait for the device. In a checkpoint of another mode the tensor has another shape, so every function
 # that loads checkpoints refuses such a checkpoint.
@@ -92,13 +88,12 @@ class DequantizedWeight(Tensor):
     """The dequantized weight of an int8 layer. Every operator that needs its elements computes them from the codes.
 
     Its dtype, shape and device are known without its elements. For example, T5 reads `wo.weight.dtype` in every forward
-    pass, and no elements are computed for this. In a large output layer the elements would take a gigabyte.
+    pass, and no elements are computed for this. In a large output layer the elements would take a gigabyte. No elements
+    are kept, so a weight that was read before `load_state_dict` has the new values afterwards. With `assign=True`,
+    which replaces the codes, it has not.
 
-    No elements are kept. A weight that was read before `load_state_dict` therefore has the new values afterwards,
-    except with `assign=True`, which replaces the codes.
-
-    An in-place operator that changes an element raises an error, since the codes would not change. An in-place
-    operator that changes no element raises no error. RWKV models need this, because they divide a weight by 1.
+    An in-place operator that changes an element raises an error, since the codes would not change. One that changes no
+    element raises none, because RWKV models divide a weight by 1. A view or a copy is an ordinary tensor.
     """
 
     codes: Int8Tensor
@@ -232,7 +227,7 @@ class Int8Weight(FixedDtypes):
     weight_scale: Tensor
     weight_dtype: Tensor
     _dtype_of = "weight_dtype"
-    is_transposed = False  # whether `weight` is [K, N] for codes [N, K], because the layer replaces a Conv1D
+    is_transposed = False  # whether `weight` begins with its inputs, as in a Conv1D or a transposed convolution
 
     def __init__(self, shape: Sequence[int], device: torch.device | str | None, dtype: torch.dtype | None) -> None:
         super().__init__()
@@ -258,7 +253,9 @@ class Int8Weight(FixedDtypes):
 
     @property
     def _order(self) -> tuple[int, ...]:
-        return (1, 0) if self.is_transposed else (0, 1)
+        """For each dimension of the weight, the dimension of the codes."""
+        last = self.weight_codes.dim() - 1
+        return (*((last, 0) if self.is_transposed else (0, last)), *range(1, last))
 
     def __setattr__(self, name: str, value: Any) -> None:
         # A setter of the property would not be called for a Parameter, because nn.Module registers a Parameter before
@@ -280,7 +277,7 @@ class Int8Weight(FixedDtypes):
         super().register_parameter(name, param)
 
     def _codes(self) -> Int8Tensor:
-        return Int8Tensor(self.weight_codes, self.weight_scale, None, tuple(range(1, self.weight_codes.dim())))
+        return quantized_weight(self.weight_codes, self.weight_scale)
 
     def _tie(self, weight: Any) -> None:
         """Share codes and dtype of the int8 layer that `weight` belongs to.
@@ -315,10 +312,11 @@ class Int8Weight(FixedDtypes):
         self.weight_codes, self.weight_scale = weight.codes.values, weight.codes.scale
         self.weight_dtype = weight.dtype_of
 
-    def _share(self, codes: Int8Tensor, dtype: torch.dtype) -> None:
-        """Make this layer share `codes`. `dtype` is the dtype of the float layer that this layer replaces."""
+    def _share(self, codes: Int8Tensor, layer: Any) -> None:
+        """Share `codes`, and take the dtype and the training mode of the float layer that this layer replaces."""
         self.weight_codes, self.weight_scale = codes.values, codes.scale
-        self.weight_dtype = torch.zeros((), dtype=dtype, device=codes.values.device)
+        self.weight_dtype = torch.zeros((), dtype=layer.weight.dtype, device=codes.values.device)
+        self.train(layer.training)
 
     # State dicts hold `weight_dtype` under the key `weight`. A float layer refuses this entry, since its shape differs.
     # Without the entry, a float layer that is loaded with strict=False would silently get no weight.
@@ -363,7 +361,7 @@ class Int8ProductLayer(Int8Weight):
     def __init__(
         self, shape: Sequence[int], bias: bool, mode: Mode, device: torch.device | str | None, dtype: torch.dtype | None
     ) -> None:
-        kind, inputs, mode = type(self).__name__, self._terms(shape), known_mode(mode)
+        kind, inputs, mode = type(self).__name__, terms(shape, self.is_transposed), known_mode(mode)
         if mode not in MODES:
             raise ValueError(f"{kind}: mode must be one of {', '.join(MODES)}, got {mode!r}")
         if mode != "weight_only" and inputs > MAX_K:
@@ -379,24 +377,39 @@ class Int8ProductLayer(Int8Weight):
         self.register_buffer("input_scale", scale)
         self.register_buffer("input_zero_point", scale if scale is None else torch.zeros_like(scale).int())
 
-    @staticmethod
-    def _terms(shape: Sequence[int]) -> int:
-        """Return how many products an output sums, for codes of a shape."""
-        return math.prod(shape[1:])
-
     @property
     def mode(self) -> Mode:
         """`"weight_only"`, `"dynamic"` or `"static"`."""
         return _MODE_OF_LENGTH[int(self.mode_name.numel())]  # in torch.jit.trace, numel() returns a tensor
 
-    def _take_over(
-        self, layer: Any, codes: Int8Tensor, input_scale: Tensor | None, input_zero_point: Tensor | None
-    ) -> None:
-        """Take the place of the float layer `layer`, with its codes, its bias and its training mode."""
-        self._share(codes, layer.weight.dtype)
-        self.mode_name = _ascii(self.mode, codes.values.device)
-        self.bias, self.input_scale, self.input_zero_point = layer.bias, input_scale, input_zero_point
-        self.train(layer.training)
+    @classmethod
+    def _of_float(
+        cls,
+        op: str,
+        layer: Any,
+        mode: Mode,
+        weight: Int8Tensor | None,
+        input_scale: Tensor | None,
+        input_zero_point: Tensor | None,
+        *steps: Any,
+    ) -> Any:
+        """Return an int8 layer in place of a float one, for `from_linear` or `from_conv`, whose name is `op`.
+
+        `steps` are the arguments of the constructor between the numbers of inputs and outputs and `bias`.
+        """
+        if (input_scale is None or input_zero_point is None) == (mode == "static"):
+            raise ValueError(
+                f"{op}: input_scale and input_zero_point must both be given with mode='static', and with no other "
+                f"mode, got mode={mode!r}; to find them, call prepare_, run some batches, and call convert_"
+            )
+        codes = codes_to_share(op, weight, layer)
+        of_class: Any = cls  # the constructors of the subclasses differ in their arguments
+        outputs, *_, inputs = codes.shape
+        made = of_class(inputs, outputs, *steps, bias=False, mode=mode, device="meta", dtype=layer.weight.dtype)
+        made._share(codes, layer)
+        made.mode_name = _ascii(made.mode, codes.values.device)
+        made.bias, made.input_scale, made.input_zero_point = layer.bias, input_scale, input_zero_point
+        return made
 
     def _compute(self, x: Tensor | Int8Tensor, codes: Affine = None, dtype: torch.dtype | None = None) -> Any:
         """Return what the layer computes, without hooks.
@@ -424,45 +437,46 @@ class Int8ProductLayer(Int8Weight):
             values = layer(x.values)
         return Int8Tensor(values, x.scale, x.zero_point)
 
-    def _check_multiplies_codes(self) -> None:
-        if self.mode == "weight_only":
-            raise TypeError(
-                f"{type(self).__name__}: x must be a Tensor if mode='weight_only', got an Int8Tensor; dequantize it"
-            )
-
     def _product(
         self,
         x: Tensor | Int8Tensor,
         weight: Tensor,
         scale: Tensor,
         bias: Tensor | None,
+        steps: Steps | None = None,
+        *,
         codes: Affine,
         dtype: torch.dtype | None,
     ) -> Tensor:
-        """Multiply rows [M, K] by codes [N, K] with scales [N, 1], as the mode says. The bias is [N]."""
+        """Multiply or convolve `x` by codes, as the mode says; see `w8a8`. `codes` and `dtype` are as in `_compute`."""
         if codes is not None and not isinstance(x, Int8Tensor):
             x = codes_of(x, self.input_scale, self.input_zero_point)
         if isinstance(x, Int8Tensor):
-            self._check_multiplies_codes()
-            return int8_matmul(x, Int8Tensor(weight, scale, None, (1,)).t(), **self._result(bias, codes, dtype))
-        if self.mode == "weight_only":
-            x = x.to(compute_dtype(x))
-            # Transforms have no rule for the autograd function `_WeightOnly`. They get the reference, which consists of
-            # torch's operators.
-            multiply = reference.int8_linear if torch_private.is_transformed() else _WeightOnly.apply
-            result: Tensor = multiply(x, weight, scale, None if bias is None else bias.to(x.dtype))
-            return result
-        return w8a8(x, weight, scale, bias, self.input_scale, self.input_zero_point, compute_dtype(x))
-
-    def _result(self, bias: Tensor | None, codes: Affine, dtype: torch.dtype | None) -> dict[str, Any]:
-        """Return the arguments that say what becomes of the sums of codes."""
-        scale, zero_point = codes or (None, None)
-        return {
-            "bias": None if bias is None else bias.detach().float(),
-            "out_dtype": dtype or autocast_dtype(self.weight_codes.device) or self.dtype,
-            "out_scale": scale,
-            "out_zero_point": zero_point,
-        }
+            if self.mode == "weight_only":
+                raise TypeError(
+                    f"{type(self).__name__}: x must be a Tensor if mode='weight_only', got an Int8Tensor; dequantize it"
+                )
+            out_scale, out_zero_point = codes or (None, None)
+            return _product_of_codes(
+                x,
+                quantized_weight(weight, scale),
+                steps,
+                bias=None if bias is None else bias.detach().float(),
+                out_dtype=dtype or autocast_dtype(self.weight_codes.device) or self.dtype,
+                out_scale=out_scale,
+                out_zero_point=out_zero_point,
+            )
+        dtype = compute_dtype(x)
+        if self.mode != "weight_only":
+            return w8a8(x, weight, scale, bias, self.input_scale, self.input_zero_point, dtype, steps=steps)
+        x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
+        if steps is not None:
+            return convolve(x, quantized_weight(weight, scale).dequantize(dtype), bias, steps)
+        # Transforms have no rule for the autograd function `_WeightOnly`. They get the reference, which consists of
+        # torch's operators.
+        multiply = reference.int8_linear if torch_private.is_transformed() else _WeightOnly.apply
+        result: Tensor = multiply(x, weight, scale, bias)
+        return result
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
         # Older state dicts hold a copy of the next layer's input scale for each layer that passed codes.
@@ -489,15 +503,6 @@ class Int8ProductLayer(Int8Weight):
 def known_mode(mode: Mode) -> Mode:
     """Return the name of a mode as layers store it."""
     return "weight_only" if mode == "weight-only" else mode
-
-
-def check_scales_fit(kind: str, mode: Mode, input_scale: Tensor | None, input_zero_point: Tensor | None) -> None:
-    """Raise ValueError unless both are given for the mode "static", and neither for another mode."""
-    if (input_scale is None or input_zero_point is None) == (mode == "static"):
-        raise ValueError(
-            f"{kind}: input_scale and input_zero_point must both be given with mode='static', and with no other mode, "
-            f"got mode={mode!r}; to find them, call prepare_, run some batches, and call convert_"
-        )
 
 
 class Int8Linear(Int8ProductLayer):
@@ -608,11 +613,8 @@ class Int8Linear(Int8ProductLayer):
             >>> amp_kernels.nn.Int8Linear.from_linear(torch.nn.Linear(16, 4, bias=False))
             Int8Linear(in_features=16, out_features=4, bias=False, mode=weight_only)
         """
-        check_scales_fit("Int8Linear.from_linear", mode, input_scale, input_zero_point)
-        codes = codes_to_share("Int8Linear.from_linear", weight, linear)
-        outputs, inputs = codes.shape
-        layer = cls(inputs, outputs, False, mode, device="meta", dtype=matrix(linear).dtype)
-        layer._take_over(linear, codes, input_scale, input_zero_point)
+        op = "Int8Linear.from_linear"
+        layer: Int8Linear = cls._of_float(op, linear, mode, weight, input_scale, input_zero_point)
         layer.is_transposed = is_transposed(linear)
         return layer
 
@@ -656,11 +658,7 @@ class Int8Linear(Int8ProductLayer):
         bias: Tensor | None = self.bias
         if outputs is not ALL:
             weight, scale, bias = weight[outputs], scale[outputs], None if bias is None else bias[outputs]
-        if isinstance(x, Int8Tensor):
-            rows: Tensor | Int8Tensor = Int8Tensor(rows_of(x.values), x.scale, x.zero_point, x.dim, x.block_size)
-        else:
-            rows = rows_of(x)
-        result = self._product(rows, weight, scale, bias, codes, dtype)
+        result = self._product(arranged(x, rows_of), weight, scale, bias, codes=codes, dtype=dtype)
         values = result.reshape(*shape[:-1], weight.shape[0])
         return values if codes is None else Int8Tensor(values, *codes)
 
@@ -742,12 +740,11 @@ class Int8Embedding(Int8Weight):
         """
         codes = codes_to_share("Int8Embedding.from_embedding", weight, embedding)
         rows, width = codes.shape
-        options: dict[str, Any] = {"max_norm": embedding.max_norm, "norm_type": embedding.norm_type}
         factor = factor_of(embedding)
-        options["embed_scale"] = 1.0 if factor is None else factor
-        layer = cls(rows, width, embedding.padding_idx, "meta", **options)
-        layer._share(codes, embedding.weight.dtype)
-        return layer.train(embedding.training)
+        layer = cls(rows, width, embedding.padding_idx, "meta", embed_scale=1.0 if factor is None else factor)
+        layer.max_norm, layer.norm_type = embedding.max_norm, embedding.norm_type
+        layer._share(codes, embedding)
+        return layer
 
     def forward(self, index: Tensor) -> Tensor:
         """Look up rows and dequantize them.
@@ -785,35 +782,44 @@ def w8a8(
     zero_point: Tensor | None,
     out_dtype: torch.dtype,
     clamps: bool = True,
+    steps: Steps | None = None,
 ) -> Tensor:
-    """Multiply the codes of `x` [M, K] and `weight` [N, K] (``int8_matmul``), with straight-through gradients.
+    """Multiply or convolve the codes of `x` and `weight`, with straight-through gradients.
 
     Args:
-        weight: int8 codes, or floats in training. Floats are quantized here.
-        weight_scale: Scale of the codes. Floats are quantized by it too. If it is None, each row of floats is quantized
-            by its own range.
-        scale, zero_point: For `x`, one element each. If they are None, each row of `x` is quantized by its own range.
+        x: [M, K] for a product, [B, H, W, C] for a convolution.
+        weight: [N, K] or [N, kernel height, kernel width, C]. int8 codes, or floats in training, which are quantized
+            here.
+        weight_scale: Scale of the codes. Floats are quantized by it too. If it is None, each output of floats is
+            quantized by its own range.
+        scale, zero_point: For `x`, one element each. If they are None, each row or image is quantized by its own range.
         clamps: Whether values of `x` may lie outside the range of the given scale. They get the gradient 0. If it is
             False or no scale is given, the gradient does not depend on rounding: the backward pass may see an `x` that
             `int8_saved_activations` has rounded up to the end of its range or past it.
+        steps: Of a convolution.
     """
-    if torch_private.is_transformed():
-        return _w8a8_by_torch(x, weight, weight_scale, bias, scale, zero_point, out_dtype)
-    return _W8A8.apply(x, weight, weight_scale, bias, scale, zero_point, out_dtype, clamps and scale is not None)
+    if not torch_private.is_transformed():
+        clamps = clamps and scale is not None
+        result: Tensor = _W8A8.apply(x, weight, weight_scale, bias, scale, zero_point, out_dtype, clamps, steps)
+        return result
+    # Transforms have no rule for the autograd function. They get operators of torch, on dequantized values.
+    with torch.autocast(x.device.type, enabled=False):
+        inputs, values = _fake_inputs(x, scale, zero_point), _fake_weight(weight, weight_scale)
+        bias = None if bias is None else bias.float()
+        result = F.linear(inputs, values, bias) if steps is None else convolve(inputs, values, bias, steps)
+        return result.to(out_dtype)
 
 
-_ROW = (-1,)
-
-
-def codes_of(x: Tensor, scale: Tensor | None, zero_point: Tensor | None, dim: tuple[int, ...] = _ROW) -> Int8Tensor:
-    """Quantize activations by `scale` and `zero_point`.
-
-    If `scale` is None, quantize each row, or each group with the reduced dimensions `dim`, asymmetrically by its own
-    range.
-    """
+def _scheme(x: Tensor, scale: Tensor | None, zero_point: Tensor | None = None, symmetric: bool = True) -> Any:
+    """Return the arguments of `quantize_int8` for a scale. Without one, each row or image has its own range."""
     if scale is None:
-        return quantize_int8(x, dim=dim, symmetric=False)
-    return quantize_int8(x, scale=scale, zero_point=zero_point)
+        return {"dim": tuple(range(1, x.dim())), "symmetric": symmetric}
+    return {"scale": scale, "zero_point": zero_point}
+
+
+def codes_of(x: Tensor, scale: Tensor | None, zero_point: Tensor | None) -> Int8Tensor:
+    """Quantize activations, asymmetrically if there is no scale."""
+    return quantize_int8(x, **_scheme(x, scale, zero_point, symmetric=False))
 
 
 def check_is_dense(op: str, x: Tensor | Int8Tensor) -> None:
@@ -847,24 +853,19 @@ def scaled_rows(table: Any, rows: Tensor) -> Tensor:
 def codes_of_weight(layer: nn.Module) -> Int8Tensor:
     """Quantize a layer's weight to contiguous symmetric codes in the order of `by_outputs`, with a scale per output."""
     weight = by_outputs(layer).detach().contiguous()
-    return quantize_int8(weight, dim=tuple(range(1, weight.dim())))
-
-
-def check_has_weight(op: str, layer: Any) -> None:
-    """Raise an error unless `layer` is a module with a weight that has a shape."""
-    weight = getattr(layer, "weight", None)
-    if not isinstance(weight, Tensor):
-        raise TypeError(f"{op}: the float layer must be an nn.Module with a weight, got {type(layer).__name__}")
-    if is_lazy(weight):
-        raise ValueError(
-            f"{op}: the weight of the float layer must have a shape, got an uninitialized one in a "
-            f"{type(layer).__name__}; run a batch through the layer first"
-        )
+    return quantize_int8(weight, **_scheme(weight, None))
 
 
 def codes_to_share(op: str, codes: Int8Tensor | None, layer: nn.Module) -> Int8Tensor:
     """Check and return the given codes of a weight. If `codes` is None, quantize the weight of `layer`."""
-    check_has_weight(op, layer)
+    own = getattr(layer, "weight", None)
+    if not isinstance(own, Tensor):
+        raise TypeError(f"{op}: the float layer must be an nn.Module with a weight, got {type(layer).__name__}")
+    if is_lazy(own):
+        raise ValueError(
+            f"{op}: the weight of the float layer must have a shape, got an uninitialized one in a "
+            f"{type(layer).__name__}; run a batch through the layer first"
+        )
     if codes is None:
         return codes_of_weight(layer)
     shape = by_outputs(layer).shape
@@ -885,97 +886,115 @@ def codes_to_share(op: str, codes: Int8Tensor | None, layer: nn.Module) -> Int8T
 
 def quantized_weight(weight: Tensor, scale: Tensor | None) -> Int8Tensor:
     """Return the codes of a weight, which is given as codes with their scale, or as floats with or without a scale."""
-    dim = tuple(range(1, weight.dim()))
     if weight.is_floating_point():
-        return quantize_int8(weight, dim=dim) if scale is None else quantize_int8(weight, scale=scale)
+        return quantize_int8(weight, **_scheme(weight, scale))
     assert scale is not None
-    return Int8Tensor(weight, scale, None, dim)
+    return Int8Tensor(weight, scale, None, tuple(range(1, weight.dim())))
+
+
+def _fake_inputs(x: Tensor, scale: Tensor | None, zero_point: Tensor | None) -> Tensor:
+    """Return the dequantized result of `codes_of`, in fp32 and differentiable."""
+    return fake_quantize_int8(x.float(), **_scheme(x, scale, zero_point, symmetric=False))
+
+
+def _fake_weight(weight: Tensor, scale: Tensor | None) -> Tensor:
+    """Return the dequantized weight in fp32. It is differentiable if the weight is given as floats."""
+    if weight.is_floating_point():
+        return fake_quantize_int8(weight.float(), **_scheme(weight, scale))
+    return quantized_weight(weight, scale).dequantize()
+
+
+def _product_of_codes(x: Int8Tensor, weight: Int8Tensor, steps: Steps | None, **options: Any) -> Tensor:
+    return int8_matmul(x, weight.t(), **options) if steps is None else int8_conv2d(x, weight, **steps, **options)
 
 
 class _W8A8(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        weight_scale: Tensor | None,
-        bias: Tensor | None,
-        scale: Tensor | None,
-        zero_point: Tensor | None,
-        out_dtype: torch.dtype,
-        clamps: bool,
-    ) -> Tensor:
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        x, weight, weight_scale, bias, scale, zero_point, out_dtype, clamps, steps = given  # as in `w8a8`
         # `x` and the weight are saved, as by nn.Linear. The codes that are computed from them are not saved. The
         # backward pass computes these codes again.
         ctx.save_for_backward(x, weight, weight_scale, scale, zero_point)
-        ctx.bias_dtype, ctx.clamps = None if bias is None else bias.dtype, clamps
-        codes = quantized_weight(weight, weight_scale).t()
+        ctx.bias_dtype, ctx.clamps, ctx.steps = None if bias is None else bias.dtype, clamps, steps
+        inputs, codes = codes_of(x, scale, zero_point), quantized_weight(weight, weight_scale)
         bias = None if bias is None else bias.float()
-        return int8_matmul(codes_of(x, scale, zero_point), codes, bias=bias, out_dtype=out_dtype)
+        return _product_of_codes(inputs, codes, steps, bias=bias, out_dtype=out_dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, weight_scale, scale, zero_point = ctx.saved_tensors
         needs_x, needs_weight, _, needs_bias, *_ = ctx.needs_input_grad
-        grad_x = grad_weight = grad_bias = None
-        if torch.is_grad_enabled():  # this gradient will be differentiated
-            return _w8a8_backward_by_torch(ctx, grad)
-        inputs, codes = codes_of(x, scale, zero_point), quantized_weight(weight, weight_scale)
+        # This gradient will be differentiated again. Operators that can be differentiated compute it, in fp32.
+        is_differentiated = torch.is_grad_enabled()
+        dtype = torch.float32 if is_differentiated else grad.dtype
+
+        def inputs() -> Tensor:
+            given = x, scale, zero_point
+            return _fake_inputs(*given) if is_differentiated else codes_of(*given).dequantize(dtype)
+
+        def values() -> Tensor:
+            given = weight, weight_scale
+            return _fake_weight(*given) if is_differentiated else quantized_weight(*given).dequantize(dtype)
+
+        grad_x: Any = None
+        grad_weight: Any = None
+        if ctx.steps is not None:
+            if needs_x or needs_weight:
+                mask = [needs_x, needs_weight, False]
+                grad_x, grad_weight = _gradients_of_convolution(grad.to(dtype), inputs(), values(), ctx.steps, mask)
+        else:
+            if needs_x and is_differentiated:
+                grad_x = grad.to(dtype) @ values()
+            elif needs_x:
+                grad_x = times_codes(grad, quantized_weight(weight, weight_scale))
+            if needs_weight:
+                grad_weight = grad.to(dtype).t() @ inputs()
         if needs_x:
-            grad_x = times_codes(grad, codes).to(x.dtype)
+            grad_x = grad_x.to(x.dtype)
             if ctx.clamps:
-                grad_x = ops.straight_through_int8(grad_x, x, scale, zero_point, None)
+                straight = ops.straight_through if is_differentiated else ops.straight_through_int8
+                grad_x = straight(grad_x, x, scale, zero_point, None)
         if needs_weight:
             # Unlike `grad_x`, this gradient needs no mask that sets it to 0 for clamped values. The codes of a weight
             # are symmetric and made by its own range, so none of them was clamped.
-            grad_weight = (grad.t() @ inputs.dequantize(grad.dtype)).to(weight.dtype)
-        if needs_bias:
-            grad_bias = grad.sum(0).to(ctx.bias_dtype)
-        return grad_x, grad_weight, None, grad_bias, None, None, None, None
+            grad_weight = grad_weight.to(weight.dtype)
+        grad_bias = grad.sum(tuple(range(grad.dim() - 1))).to(ctx.bias_dtype) if needs_bias else None
+        return grad_x, grad_weight, None, grad_bias, None, None, None, None, None
 
 
-def _w8a8_by_torch(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor | None,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    zero_point: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """Compute `w8a8` as a product of dequantized fp32 values, with operators that work in transforms."""
-    with torch.autocast(x.device.type, enabled=False):
-        inputs, values = fake_inputs(x, scale, zero_point), fake_weight(weight, weight_scale)
-        return F.linear(inputs, values, None if bias is None else bias.float()).to(out_dtype)
+def convolve(images: Tensor, weight: Tensor, bias: Tensor | None, steps: Steps) -> Tensor:
+    """Convolve floats [B, H, W, C] with a weight [N, kernel height, kernel width, C], by torch."""
+    images, steps = _pixels_of_a_stride(images, weight, steps)
+    return F.conv2d(images.permute(0, 3, 1, 2), weight.permute(0, 3, 1, 2), bias, **steps).permute(0, 2, 3, 1)
 
 
-def _w8a8_backward_by_torch(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Compute the gradients of `_W8A8` with operators that can be differentiated again."""
-    x, weight, weight_scale, scale, zero_point = ctx.saved_tensors
-    needs_x, needs_weight, _, needs_bias, *_ = ctx.needs_input_grad
-    grad_x = grad_weight = None
-    if needs_x:
-        grad_x = (grad.float() @ fake_weight(weight, weight_scale)).to(x.dtype)
-        grad_x = ops.straight_through(grad_x, x, scale, zero_point) if ctx.clamps else grad_x
-    if needs_weight:
-        grad_weight = (grad.float().t() @ fake_inputs(x, scale, zero_point)).to(weight.dtype)
-    return grad_x, grad_weight, None, grad.sum(0).to(ctx.bias_dtype) if needs_bias else None, None, None, None, None
+def _gradients_of_convolution(
+    grad: Tensor, inputs: Tensor, weight: Tensor, steps: Steps, mask: list[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of the inputs and of the weight, each in the order of `convolve`. `mask` says which."""
+    images, own = _pixels_of_a_stride(inputs, weight, steps)
+    stride, padding, dilation = (list(own[name]) for name in ("stride", "padding", "dilation"))
+    nchw = (t.permute(0, 3, 1, 2) for t in (grad, images, weight))
+    results = torch.ops.aten.convolution_backward(*nchw, None, stride, padding, dilation, False, [0, 0], 1, mask)
+    of_inputs, of_weight = (None if result is None else result.permute(0, 2, 3, 1) for result in results[:2])
+    if of_inputs is not None and images is not inputs:
+        height, width = steps["stride"]
+        of_pixels, of_inputs = of_inputs, torch.zeros_like(inputs)
+        of_inputs[:, ::height, ::width] = of_pixels
+    return of_inputs, of_weight
 
 
-def fake_inputs(x: Tensor, scale: Tensor | None, zero_point: Tensor | None, dim: tuple[int, ...] = _ROW) -> Tensor:
-    """Return the dequantized result of `codes_of`, in fp32 and differentiable."""
-    if scale is None:
-        return fake_quantize_int8(x.float(), dim=dim, symmetric=False)
-    return fake_quantize_int8(x.float(), scale=scale, zero_point=zero_point)
+def _pixels_of_a_stride(images: Tensor, taps: Tensor, steps: Steps) -> tuple[Tensor, Steps]:
+    """Return images with only those pixels that a kernel of one pixel reads, and steps with a stride of 1.
 
-
-def fake_weight(weight: Tensor, scale: Tensor | None) -> Tensor:
-    """Return the dequantized weight in fp32. It is differentiable if the weight is given as floats."""
-    if not weight.is_floating_point():
-        return quantized_weight(weight, scale).dequantize()
-    if scale is None:
-        return fake_quantize_int8(weight.float(), dim=tuple(range(1, weight.dim())))
-    return fake_quantize_int8(weight.float(), scale=scale)
+    For a larger kernel or with padding, return both as they are. oneDNN, which torch calls, writes past the end of its
+    memory when it computes the gradient of such a kernel, if there is a stride, fewer than 16 input channels and
+    channels_last images (uxlfoundation/oneDNN#6035, seen in torch 2.13). So torch gets no such stride.
+    """
+    height, width = steps["stride"]
+    if (height, width) == (1, 1) or tuple(taps.shape[1:3]) != (1, 1) or any(steps["padding"]):
+        return images, steps
+    return images[:, ::height, ::width], {**steps, "stride": (1, 1)}
 
 
 class _WeightOnly(torch.autograd.Function):
@@ -987,7 +1006,7 @@ class _WeightOnly(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, scale = ctx.saved_tensors
-        grad_x = times_codes(grad, Int8Tensor(weight, scale, None, (1,))) if ctx.needs_input_grad[0] else None
+        grad_x = times_codes(grad, quantized_weight(weight, scale)) if ctx.needs_input_grad[0] else None
         return grad_x, None, None, grad.sum(0) if ctx.needs_input_grad[3] else None
 
 
@@ -1004,8 +1023,7 @@ def times_codes(grad: Tensor, weight: Int8Tensor) -> Tensor:
     result = grad.new_empty(grad.shape[0], inputs)
     for start in range(0, inputs, width):
         part = slice(start, start + width)
-        panel = Int8Tensor(weight.values[:, part], weight.scale, None, (1,))
-        result[:, part] = grad @ panel.dequantize(grad.dtype)
+        result[:, part] = grad @ quantized_weight(weight.values[:, part], weight.scale).dequantize(grad.dtype)
     return result
 
 
@@ -1017,6 +1035,13 @@ def _ascii(text: str, device: torch.device | str | None) -> Tensor:
 def rows_of(x: Tensor) -> Tensor:
     """Return `[..., K]` as a matrix."""
     return x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
+
+
+def arranged(x: Any, arrange: _Fn) -> Any:
+    """Apply a function that only moves elements to a tensor, or to the values of codes with one scale."""
+    if isinstance(x, Int8Tensor):
+        return Int8Tensor(arrange(x.values), x.scale, x.zero_point, x.dim, x.block_size)
+    return arrange(x)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

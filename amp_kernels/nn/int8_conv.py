@@ -4,7 +4,7 @@ Inputs and results have torch's order of dimensions, `[B, C, H, W]` or `[B, C, L
 of channels_last, because the kernels read and write pixels with their channels next to each other. An input in this
 order is read in place. The codes of any other input are copied into this order, one byte for each element.
 
-`Int8ConvTranspose2d` has kernels that do not overlap (`up_convolve`).
+`Int8ConvTranspose2d` has kernels that do not overlap (`_up_convolve`).
 """
 
 from __future__ import annotations
@@ -14,29 +14,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import torch_private
-from ..functional import Int8Tensor, int8_conv2d
-from ..ops import int8 as ops
-from .int8 import (
-    Affine,
-    Int8ProductLayer,
-    Mode,
-    check_has_weight,
-    check_is_dense,
-    check_scales_fit,
-    codes_of,
-    codes_to_share,
-    compute_dtype,
-    fake_inputs,
-    fake_weight,
-    quantized_weight,
-)
-
-_IMAGE = (1, 2, 3)  # the dimensions of an image in [B, H, W, C], which share a range
-Steps = dict[str, Any]  # stride, padding and dilation, each for height and width
+from ..functional import Int8Tensor
+from .conversion import is_transposed
+from .int8 import Affine, Int8ProductLayer, Mode, Steps, arranged, check_is_dense
 
 
 def pads_both_ends_alike(conv: Any) -> bool:
@@ -69,17 +51,35 @@ def kernels_do_not_overlap(conv: Any) -> bool:
     return is_plain and tuple(conv.stride) == tuple(conv.weight.shape[2:])
 
 
-class _Int8ConvBase(Int8ProductLayer):
-    _dims: int  # of an image
+class _Int8Conv(Int8ProductLayer):
+    _inputs = "in_channels times the size of the kernel"
     _float_class: Any
     groups, padding_mode = 1, "zeros"  # for code that reads them
 
     def __init__(
-        self, like: Any, bias: bool, mode: Mode, device: torch.device | str | None, dtype: torch.dtype | None
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | Sequence[int],
+        stride: int | Sequence[int] = 1,
+        padding: str | int | Sequence[int] = 0,
+        dilation: int | Sequence[int] = 1,
+        bias: bool = True,
+        mode: Mode = "weight_only",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        shape = like.out_channels, *like.kernel_size, like.in_channels
-        super().__init__(shape, bias, mode, device, dtype)
-        self.in_channels, self.out_channels, self.kernel_size = like.in_channels, like.out_channels, like.kernel_size
+        # The float layer checks these arguments, and turns each into a tuple.
+        steps: Steps = {"stride": stride, "padding": padding, "dilation": dilation}
+        like = self._float_class(in_channels, out_channels, kernel_size, **steps, bias=False, device="meta")
+        kind = type(self).__name__
+        if not pads_both_ends_alike(like):
+            raise ValueError(
+                f"{kind}: padding must add as many pixels at the end of a dimension as at its beginning, got 'same' "
+                f"for a kernel of {like.kernel_size} with dilation {like.dilation}; pad the input yourself"
+            )
+        super().__init__((out_channels, *like.kernel_size, in_channels), bias, mode, device, dtype)
+        self.in_channels, self.out_channels, self.kernel_size = in_channels, out_channels, like.kernel_size
         self.stride, self.padding, self.dilation = like.stride, like.padding, like.dilation
 
     @classmethod
@@ -118,34 +118,21 @@ class _Int8ConvBase(Int8ProductLayer):
             >>> amp_kernels.nn.Int8Conv2d.from_conv(torch.nn.Conv2d(3, 8, 3, padding=1))
             Int8Conv2d(3, 8, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1), mode=weight_only)
         """
-        op = f"{cls.__name__}.from_conv"
-        if not isinstance(conv, cls._float_class):
-            raise TypeError(f"{op}: conv must be a torch.nn.{cls._float_class.__name__}, got {type(conv).__name__}")
-        check_scales_fit(op, mode, input_scale, input_zero_point)
-        check_has_weight(op, conv)
+        op, kind = f"{cls.__name__}.from_conv", cls._float_class
+        if not isinstance(conv, kind):
+            raise TypeError(f"{op}: conv must be a torch.nn.{kind.__name__}, got {type(conv).__name__}")
+        steps = () if cls.is_transposed else (conv.stride, conv.padding, conv.dilation)
+        made = cls._of_float(op, conv, mode, weight, input_scale, input_zero_point, conv.kernel_size, *steps)
         cls._check_fits(op, conv)
-        codes = codes_to_share(op, weight, conv)
-        outputs, *taps, inputs = codes.shape
-        of_class: Any = cls  # the constructors of the subclasses differ in their arguments
-        layer = of_class(
-            inputs, outputs, taps, *cls._steps(conv), bias=False, mode=mode, device="meta", dtype=conv.weight.dtype
-        )
-        layer._take_over(conv, codes, input_scale, input_zero_point)
-        return layer
+        return made
 
     @classmethod
     def _check_fits(cls, op: str, conv: Any) -> None:
-        """Raise ValueError if this class cannot compute what `conv` does."""
         if conv.groups != 1 or conv.padding_mode != "zeros":
             raise ValueError(
                 f"{op}: conv must have groups=1 and padding_mode='zeros', got groups={conv.groups} and "
                 f"padding_mode={conv.padding_mode!r}; leave it in floating point"
             )
-
-    @classmethod
-    def _steps(cls, conv: Any) -> tuple[Any, ...]:
-        """Return the arguments of the constructor between the size of the kernel and `bias`."""
-        return conv.stride, conv.padding, conv.dilation
 
     def _compute(
         self,
@@ -154,19 +141,9 @@ class _Int8ConvBase(Int8ProductLayer):
         dtype: torch.dtype | None = None,
         output_size: Sequence[int] | None = None,
     ) -> Any:
-        """Return what the layer computes; see `Int8ProductLayer`."""
-        check_images(self, x)
-        check_output_size(self, x, output_size)
-        if isinstance(x, Int8Tensor):
-            images: Any = Int8Tensor(images_of(x.values, self._dims), x.scale, x.zero_point, x.dim, x.block_size)
-        else:
-            images = images_of(x, self._dims)
-        values = from_images(self._of_images(images, codes, dtype), self._dims, len(x.shape))
+        multiply = partial(self._product, codes=codes, dtype=dtype)
+        values = apply_convolution(self, x, self.weight_codes, self.weight_scale, multiply, output_size)
         return values if codes is None else Int8Tensor(values, *codes)
-
-    def _of_images(self, images: Any, codes: Affine, dtype: torch.dtype | None) -> Tensor:
-        """Return the result [B, H, W, N] for images [B, H, W, C]."""
-        raise NotImplementedError
 
     def extra_repr(self) -> str:
         """Return what `print(layer)` shows between the brackets."""
@@ -174,35 +151,6 @@ class _Int8ConvBase(Int8ProductLayer):
         shown += [f"padding={self.padding!r}"] * any(steps_of(self)["padding"])
         shown += [f"dilation={self.dilation}"] * any(step != 1 for step in self.dilation)
         return ", ".join([*shown, *["bias=False"] * (self.bias is None), f"mode={self.mode}"])
-
-
-class _Int8Conv(_Int8ConvBase):
-    _inputs = "in_channels times the size of the kernel"
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int | Sequence[int],
-        stride: int | Sequence[int] = 1,
-        padding: str | int | Sequence[int] = 0,
-        dilation: int | Sequence[int] = 1,
-        bias: bool = True,
-        mode: Mode = "weight_only",
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        # The float layer checks these arguments, and turns each into a tuple.
-        like = self._float_class(
-            in_channels, out_channels, kernel_size, stride, padding, dilation, bias=False, device="meta"
-        )
-        kind = type(self).__name__
-        if not pads_both_ends_alike(like):
-            raise ValueError(
-                f"{kind}: padding must add as many pixels at the end of a dimension as at its beginning, got 'same' "
-                f"for a kernel of {like.kernel_size} with dilation {like.dilation}; pad the input yourself"
-            )
-        super().__init__(like, bias, mode, device, dtype)
 
     def forward(self, x: Tensor | Int8Tensor) -> Tensor:
         """Apply the layer.
@@ -227,30 +175,6 @@ class _Int8Conv(_Int8ConvBase):
         result: Tensor = self._compute(x)
         return result
 
-    def _of_images(self, images: Any, codes: Affine, dtype: torch.dtype | None) -> Tensor:
-        scales = self.input_scale, self.input_zero_point
-        if codes is not None and not isinstance(images, Int8Tensor):
-            images = codes_of(images, *scales)
-        if isinstance(images, Int8Tensor):
-            self._check_multiplies_codes()
-            taps = Int8Tensor(self._taps(self.weight_codes), self._taps(self.weight_scale))
-            return int8_conv2d(images, taps, **steps_of(self), **self._result(self.bias, codes, dtype))
-        if self.mode == "weight_only":
-            images = images.to(compute_dtype(images))
-            bias: Tensor | None = self.bias
-            bias = None if bias is None else bias.to(images.dtype)
-            return convolve(images, self._taps(self._codes().dequantize(images.dtype)), bias, steps_of(self))
-        weight = self._taps(self.weight_codes), self._taps(self.weight_scale)
-        return w8a8_conv(images, *weight, self.bias, *scales, steps_of(self), compute_dtype(images))
-
-    @property
-    def _order(self) -> tuple[int, ...]:
-        return (0, self._dims + 1, *range(1, self._dims + 1))
-
-    def _taps(self, weight: Tensor) -> Tensor:
-        """Return codes or scales of the weight as [N, kernel height, kernel width, C] or [N, 1, 1, 1], a view."""
-        return weight.unsqueeze(1) if self._dims == 1 else weight
-
 
 class Int8Conv2d(_Int8Conv):
     """`torch.nn.Conv2d` with symmetric int8 weights for inference, with one scale per output channel.
@@ -270,7 +194,9 @@ class Int8Conv2d(_Int8Conv):
     Under autocast results have the dtype of autocast. Otherwise they have the dtype of `x`, or the layer's `dtype` if
     `x` is an `Int8Tensor`. The gradient of `x` is that of a convolution with the dequantized weight. In the modes
     `"dynamic"` and `"static"` it is 0 for values of `x` outside the range of the codes (Jacob et al. 2018). The
-    weight is frozen. The bias is a parameter in the dtype of the original layer.
+    weight is frozen. The bias is a parameter in the dtype of the original layer. Attributes are those of `Int8Linear`.
+    `weight_codes` is int8 `[out_channels, kernel height, kernel width, in_channels]`, and `weight_scale` is fp32
+    `[out_channels, 1, 1, 1]`.
 
     The weights of a new layer are 0: load a state dict, or use `from_conv`.
 
@@ -287,15 +213,6 @@ class Int8Conv2d(_Int8Conv):
         device: As in `torch.nn.Conv2d`.
         dtype: As in `torch.nn.Conv2d`.
 
-    Attributes:
-        weight_codes: int8 `[out_channels, kernel height, kernel width, in_channels]`.
-        weight_scale: fp32 `[out_channels, 1, 1, 1]`.
-        weight_dtype: A 0 in the layer's dtype. State dicts hold it under the key `weight`.
-        mode_name: The mode in ASCII, uint8. State dicts hold it.
-        bias: `[out_channels]`, or None.
-        input_scale: fp32 `[1]` of a static layer, else None.
-        input_zero_point: int32 `[1]` of a static layer, else None.
-
     Raises:
         ValueError: `mode` is unknown, `padding` does not fit, or an output sums more than 131071 products and `mode` is
             not `"weight_only"`.
@@ -308,30 +225,15 @@ class Int8Conv2d(_Int8Conv):
         (torch.Size([2, 4, 6, 6]), torch.Size([4, 16, 3, 3]), torch.Size([4, 3, 3, 16]))
     """
 
-    _dims = 2
     _float_class = nn.Conv2d
 
 
 class Int8Conv1d(_Int8Conv):
     """`torch.nn.Conv1d` with symmetric int8 weights for inference, with one scale per output channel.
 
-    Everything is as in `Int8Conv2d`, for lines `[B, C, L]` in place of images. `weight_codes` is int8 `[out_channels,
-    kernel size, in_channels]`, and `weight_scale` is fp32 `[out_channels, 1, 1]`.
-
-    Args:
-        in_channels: As in `torch.nn.Conv1d`.
-        out_channels: As in `torch.nn.Conv1d`.
-        kernel_size: As in `torch.nn.Conv1d`.
-        stride: As in `torch.nn.Conv1d`.
-        padding: As in `Int8Conv2d`.
-        dilation: As in `torch.nn.Conv1d`.
-        bias: Add a bias.
-        mode: `"weight_only"`, `"dynamic"` or `"static"`.
-        device: As in `torch.nn.Conv1d`.
-        dtype: As in `torch.nn.Conv1d`.
-
-    Raises:
-        ValueError: As `Int8Conv2d`.
+    It takes the arguments of `amp_kernels.nn.Int8Conv2d`. Everything is as there, for lines `[B, C, L]` in place of
+    images. `weight_codes` is int8 `[out_channels, kernel size, in_channels]`, and `weight_scale` is fp32
+    `[out_channels, 1, 1]`.
 
     Examples:
         >>> layer = amp_kernels.nn.Int8Conv1d.from_conv(torch.nn.Conv1d(16, 4, 3, padding="same"), mode="dynamic")
@@ -339,11 +241,10 @@ class Int8Conv1d(_Int8Conv):
         torch.Size([2, 4, 50])
     """
 
-    _dims = 1
     _float_class = nn.Conv1d
 
 
-class Int8ConvTranspose2d(_Int8ConvBase):
+class Int8ConvTranspose2d(_Int8Conv):
     """`torch.nn.ConvTranspose2d` with symmetric int8 weights, if its stride is the size of its kernel.
 
     Such a layer, for example an up-convolution of a U-Net, turns each pixel into a block of pixels of its own. So its
@@ -351,36 +252,16 @@ class Int8ConvTranspose2d(_Int8ConvBase):
     into another order. All other transposed convolutions stay in floating point: those whose kernels overlap or leave
     gaps, and those with padding, `output_padding`, dilation or groups.
 
-    | mode | what it computes |
-    |---|---|
-    | `"weight_only"` | The product of the pixels by the dequantized weight, as in `Int8Linear`. |
-    | `"dynamic"` | `int8_matmul` of codes. Each pixel is quantized, asymmetrically, by the range of its channels. |
-    | `"static"` | Like `"dynamic"`, with one range for all pixels. |
+    The modes are those of `Int8Linear`, with the pixels as rows. In the mode `"dynamic"` each pixel is quantized by the
+    range of its channels.
 
     There is one scale per output channel. A call copies the codes of the weight into the order of the result.
 
     An input in channels_last memory is read in place. Results are in this memory too. An input in any other order is
-    copied first. Dtypes, gradients and autocast are as in `Int8Conv2d`.
+    copied first. Attributes, dtypes, gradients and autocast are as in `Int8Conv2d`. The layer takes the arguments of
+    `amp_kernels.nn.Int8Conv2d`, except those for steps. The size of the kernel is the stride, too.
 
     The weights of a new layer are 0: load a state dict, or use `from_conv`.
-
-    Args:
-        in_channels: As in `torch.nn.ConvTranspose2d`.
-        out_channels: As in `torch.nn.ConvTranspose2d`.
-        kernel_size: As in `torch.nn.ConvTranspose2d`. It is the stride, too.
-        bias: Add a bias.
-        mode: `"weight_only"`, `"dynamic"` or `"static"`.
-        device: As in `torch.nn.ConvTranspose2d`.
-        dtype: As in `torch.nn.ConvTranspose2d`.
-
-    Attributes:
-        weight_codes: int8 `[out_channels, kernel height, kernel width, in_channels]`.
-        weight_scale: fp32 `[out_channels, 1, 1, 1]`.
-        weight_dtype: A 0 in the layer's dtype. State dicts hold it under the key `weight`.
-        mode_name: The mode in ASCII, uint8. State dicts hold it.
-        bias: `[out_channels]`, or None.
-        input_scale: fp32 `[1]` of a static layer, else None.
-        input_zero_point: int32 `[1]` of a static layer, else None.
 
     Raises:
         ValueError: `mode` is unknown, or `in_channels` is above 131071 and `mode` is not `"weight_only"`.
@@ -393,9 +274,9 @@ class Int8ConvTranspose2d(_Int8ConvBase):
         (torch.Size([2, 4, 16, 16]), torch.Size([16, 4, 2, 2]), torch.Size([4, 2, 2, 16]))
     """
 
-    _dims = 2
     _float_class: Any = nn.ConvTranspose2d
     _inputs = "in_channels"
+    is_transposed = True
 
     def __init__(
         self,
@@ -407,13 +288,10 @@ class Int8ConvTranspose2d(_Int8ConvBase):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        like = self._float_class(in_channels, out_channels, kernel_size, kernel_size, bias=False, device="meta")
-        super().__init__(like, bias, mode, device, dtype)
-        self.output_padding = like.output_padding
-
-    @staticmethod
-    def _terms(shape: Sequence[int]) -> int:
-        return shape[-1]
+        super().__init__(
+            in_channels, out_channels, kernel_size, kernel_size, bias=bias, mode=mode, device=device, dtype=dtype
+        )
+        self.output_padding = (0, 0)
 
     @classmethod
     def _check_fits(cls, op: str, conv: Any) -> None:
@@ -425,14 +303,6 @@ class Int8ConvTranspose2d(_Int8ConvBase):
                 + ", ".join(f"{name}={getattr(conv, name)}" for name in given)
                 + "; leave it in floating point"
             )
-
-    @classmethod
-    def _steps(cls, conv: Any) -> tuple[Any, ...]:
-        return ()
-
-    @property
-    def _order(self) -> tuple[int, ...]:
-        return (3, 0, 1, 2)
 
     def forward(self, x: Tensor | Int8Tensor, output_size: Sequence[int] | None = None) -> Tensor:
         """Apply the layer.
@@ -446,9 +316,8 @@ class Int8ConvTranspose2d(_Int8ConvBase):
             `[B, out_channels, H * kernel height, W * kernel width]` in channels_last memory.
 
         Raises:
-            TypeError: `x` is no tensor, has another dtype, is nested, or is an `Int8Tensor` in the mode
-                `"weight_only"`.
-            ValueError: The shape of `x` does not fit, or `output_size` is not the size of the result.
+            TypeError: As `Int8Conv2d`.
+            ValueError: As `Int8Conv2d`, or `output_size` is not the size of the result.
 
         Examples:
             >>> layer = amp_kernels.nn.Int8ConvTranspose2d(8, 3, 2, mode="dynamic")
@@ -458,55 +327,55 @@ class Int8ConvTranspose2d(_Int8ConvBase):
         result: Tensor = self._compute(x, output_size=output_size)
         return result
 
-    def _of_images(self, images: Any, codes: Affine, dtype: torch.dtype | None) -> Tensor:
-        multiply = partial(self._product, codes=codes, dtype=dtype)
-        return up_convolve(images, self.weight_codes, self.weight_scale, self.bias, multiply)
-
 
 # ------------------------------------------------------------------------------------------------------ the product
-def images_of(x: Tensor, dims: int) -> Tensor:
+def apply_convolution(
+    layer: Any,
+    x: Tensor | Int8Tensor,
+    weight: Tensor,
+    scale: Tensor | None,
+    multiply: Callable[..., Tensor],
+    output_size: Sequence[int] | None = None,
+) -> Tensor:
+    """Apply an int8 layer or a layer of `prepare_qat_` to images or lines, with or without a batch.
+
+    `weight` is codes or floats in the order of codes. `multiply` returns a product, or with steps a convolution, for an
+    input, a weight, its scale and a bias.
+    """
+    check_images(layer, x)
+    check_output_size(layer, x, output_size)
+    dims, rank = weight.dim() - 2, len(x.shape)
+    images = arranged(x, partial(_images_of, dims=dims))
+    if is_transposed(layer):
+        result = _up_convolve(images, weight, scale, layer.bias, multiply)
+    else:
+        if dims == 1:
+            weight, scale = weight.unsqueeze(1), None if scale is None else scale.unsqueeze(1)
+        result = multiply(images, weight, scale, layer.bias, steps_of(layer))
+    result = result.permute(0, 3, 1, 2)
+    result = result.squeeze(2) if dims == 1 else result
+    return result.squeeze(0) if rank == dims + 1 else result
+
+
+def _images_of(x: Tensor, dims: int) -> Tensor:
     """Return [B, C, H, W] or [B, C, L], or either without B, as [B, H, W, C], a view."""
     if x.dim() == dims + 1:
         x = x.unsqueeze(0)
     return (x.unsqueeze(2) if dims == 1 else x).permute(0, 2, 3, 1)
 
 
-def from_images(result: Tensor, dims: int, of_input: int) -> Tensor:
-    """Undo `images_of` for the result of an input with `of_input` dimensions."""
-    result = result.permute(0, 3, 1, 2)
-    result = result.squeeze(2) if dims == 1 else result
-    return result.squeeze(0) if of_input == dims + 1 else result
-
-
-def up_convolve(
-    images: Tensor | Int8Tensor,
-    weight: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    multiply: Callable[[Any, Tensor, Tensor, Tensor | None], Tensor],
+def _up_convolve(
+    images: Tensor | Int8Tensor, weight: Tensor, scale: Any, bias: Tensor | None, multiply: Callable[..., Tensor]
 ) -> Tensor:
-    """Apply a transposed convolution whose kernels do not overlap, by one product for all pixels.
+    """Apply a transposed convolution whose kernels do not overlap, by one product for all pixels of [B, H, W, C].
 
-    A pixel `x` of an image becomes a block of pixels: pixel (i, j) of the block is `weight[:, i, j] @ x + bias`.
-
-    Args:
-        images: [B, H, W, C].
-        weight: [N, kernel height, kernel width, C], codes or floats.
-        scale: [N, 1, 1, 1].
-        bias: [N], or None.
-        multiply: Returns the product [M, taps * N] of pixels [M, C] and a weight [taps * N, C] with its scale and bias.
-
-    Returns:
-        [B, H * kernel height, W * kernel width, N].
+    A pixel `x` becomes a block of pixels: pixel (i, j) of the block is `weight[:, i, j] @ x + bias`. The result is
+    [B, H * kernel height, W * kernel width, N].
     """
     outputs, height, width, channels = weight.shape
     taps = height * width
     batch, rows, columns, _ = images.shape
-    if isinstance(images, Int8Tensor):
-        values = images.values.reshape(-1, channels)
-        pixels: Any = Int8Tensor(values, images.scale, images.zero_point, images.dim, images.block_size)
-    else:
-        pixels = images.reshape(-1, channels)
+    pixels = arranged(images, lambda values: values.reshape(-1, channels))
     # With the outputs of a pixel next to each other, the blocks are moved in long pieces. With `weight` as it is, each
     # element would be moved alone, which takes a CPU 2 to 4 times as long (int8: 9 times or more). The copy of the
     # weight takes 1% of the time of the product.
@@ -539,105 +408,3 @@ def check_output_size(layer: Any, x: Tensor | Int8Tensor, output_size: Sequence[
             f"{type(layer).__name__}: output_size must be {size}, the size of the input times that of the kernel, got "
             f"{tuple(output_size)}; leave the layer out with filter_fn"
         )
-
-
-def convolve(images: Tensor, weight: Tensor, bias: Tensor | None, steps: Steps) -> Tensor:
-    """Convolve floats [B, H, W, C] with a weight [N, kernel height, kernel width, C], by torch."""
-    images, steps = _pixels_of_a_stride(images, weight, steps)
-    return F.conv2d(images.permute(0, 3, 1, 2), weight.permute(0, 3, 1, 2), bias, **steps).permute(0, 2, 3, 1)
-
-
-def w8a8_conv(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor | None,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    zero_point: Tensor | None,
-    steps: Steps,
-    out_dtype: torch.dtype,
-    clamps: bool = True,
-) -> Tensor:
-    """Convolve the codes of `x` [B, H, W, C] (``int8_conv2d``), with straight-through gradients.
-
-    Args:
-        weight: [N, kernel height, kernel width, C], int8 codes, or floats in training. Floats are quantized here.
-        weight_scale: Scale of the codes. None if `weight` is floats.
-        scale, zero_point: For `x`, one element each. If they are None, each image is quantized by its own range.
-        steps: stride, padding and dilation.
-        clamps: As in `w8a8`.
-    """
-    arguments = x, weight, weight_scale, bias, scale, zero_point, steps, out_dtype
-    if torch_private.is_transformed():
-        return _by_torch(*arguments)
-    return _W8A8Conv.apply(*arguments, clamps and scale is not None)
-
-
-def _by_torch(
-    x: Tensor, weight: Tensor, weight_scale: Tensor | None, bias: Tensor | None, scale: Tensor | None,
-    zero_point: Tensor | None, steps: Steps, out_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    """Compute `w8a8_conv` as a convolution of dequantized fp32 values, with operators that work in transforms."""
-    with torch.autocast(x.device.type, enabled=False):
-        bias, taps = None if bias is None else bias.float(), fake_weight(weight, weight_scale)
-        return convolve(fake_inputs(x, scale, zero_point, _IMAGE), taps, bias, steps).to(out_dtype)
-
-
-def _pixels_of_a_stride(images: Tensor, taps: Tensor, steps: Steps) -> tuple[Tensor, Steps]:
-    """Return images with only those pixels that a kernel of one pixel reads, and steps with a stride of 1.
-
-    For a larger kernel or with padding, return both as they are. oneDNN, which torch calls, writes past the end of its
-    memory when it computes the gradient of such a kernel, if there is a stride, fewer than 16 input channels and
-    channels_last images (uxlfoundation/oneDNN#6035, seen in torch 2.13). So torch gets no such stride.
-    """
-    height, width = steps["stride"]
-    if (height, width) == (1, 1) or tuple(taps.shape[1:3]) != (1, 1) or any(steps["padding"]):
-        return images, steps
-    return images[:, ::height, ::width], {**steps, "stride": (1, 1)}
-
-
-class _W8A8Conv(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, weight_scale: Tensor | None, bias: Tensor | None, scale: Tensor | None,
-        zero_point: Tensor | None, steps: Steps, out_dtype: torch.dtype, clamps: bool,
-    ) -> Tensor:  # fmt: skip
-        # As in `_W8A8` for linear layers, `x` and the weight are saved, and the backward pass computes codes again.
-        ctx.save_for_backward(x, weight, weight_scale, scale, zero_point)
-        ctx.bias_dtype, ctx.steps, ctx.clamps = None if bias is None else bias.dtype, steps, clamps
-        return int8_conv2d(
-            codes_of(x, scale, zero_point, _IMAGE), quantized_weight(weight, weight_scale),
-            bias=None if bias is None else bias.float(), out_dtype=out_dtype, **steps,
-        )  # fmt: skip
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, weight_scale, scale, zero_point = ctx.saved_tensors
-        needs_x, needs_weight, _, needs_bias, *_ = ctx.needs_input_grad
-        grad_x: Any = None
-        grad_weight: Any = None
-        if needs_x or needs_weight:
-            if torch.is_grad_enabled():  # this gradient will be differentiated
-                inputs, taps = fake_inputs(x, scale, zero_point, _IMAGE), fake_weight(weight, weight_scale)
-            else:
-                inputs = codes_of(x, scale, zero_point, _IMAGE).dequantize(grad.dtype)
-                taps = quantized_weight(weight, weight_scale).dequantize(grad.dtype)
-            images, steps = _pixels_of_a_stride(inputs, taps, ctx.steps)
-            stride, padding, dilation = (list(steps[name]) for name in ("stride", "padding", "dilation"))
-            nchw = (t.permute(0, 3, 1, 2) for t in (grad.to(inputs.dtype), images, taps))
-            grad_x, grad_weight, _ = torch.ops.aten.convolution_backward(
-                *nchw, None, stride, padding, dilation, False, [0, 0], 1, [needs_x, needs_weight, False]
-            )
-        if needs_x:
-            grad_x = grad_x.permute(0, 2, 3, 1).to(x.dtype)
-            if images is not inputs:
-                of_pixels, grad_x = grad_x, torch.zeros_like(x)
-                height, width = ctx.steps["stride"]
-                grad_x[:, ::height, ::width] = of_pixels
-            if ctx.clamps:
-                straight = ops.straight_through if torch.is_grad_enabled() else ops.straight_through_int8
-                grad_x = straight(grad_x, x, scale, zero_point, None)
-        if needs_weight:  # as in `_W8A8`, no code of a weight was clamped
-            grad_weight = grad_weight.permute(0, 2, 3, 1).to(weight.dtype)
-        grad_bias = grad.sum((0, 1, 2)).to(ctx.bias_dtype) if needs_bias else None
-        return grad_x, grad_weight, None, grad_bias, None, None, None, None, None

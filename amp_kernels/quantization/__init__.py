@@ -49,6 +49,7 @@ from ..nn.conversion import (
     is_conv1d,
     is_transposed,
     kept_weights,
+    kind_in_torch,
     matrix,
     of_all_blocks,
     shares,
@@ -58,6 +59,8 @@ from ..nn.int8 import (
     ALL,
     FixedDtypes,
     Int8Weight,
+    Mode,
+    Steps,
     check_is_dense,
     codes_of_weight,
     compute_dtype,
@@ -66,17 +69,7 @@ from ..nn.int8 import (
     scaled_rows,
     w8a8,
 )
-from ..nn.int8_conv import (
-    check_images,
-    check_output_size,
-    from_images,
-    images_of,
-    kernels_do_not_overlap,
-    pads_both_ends_alike,
-    steps_of,
-    up_convolve,
-    w8a8_conv,
-)
+from ..nn.int8_conv import apply_convolution, check_output_size, kernels_do_not_overlap, pads_both_ends_alike
 from ..nn.int8_sequential import Int8Sequential
 from ..ops.int8 import MAX_K
 from ..ops.table import DTYPE_CODES
@@ -141,14 +134,10 @@ def quantize_(
         )
     codes = _SharedCodes()
 
-    def int8_layer(layer: Any) -> Any:
-        if isinstance(layer, nn.Embedding):
-            return codes.give(layer, partial(Int8Embedding.from_embedding, layer))
-        if isinstance(layer, CONVOLUTIONS):
-            return codes.give(layer, partial(_of_its_class(_INT8_CONVOLUTIONS, layer).from_conv, layer, mode))
-        return codes.give(layer, partial(Int8Linear.from_linear, layer, mode))
+    def make(layer: Any) -> Any:
+        return codes.give(layer, partial(_int8_layer, layer, mode))
 
-    return _exchange_layers("quantize_", model, filter_fn, int8_layer, needs_int8_input=mode == "dynamic")
+    return _exchange_layers("quantize_", model, filter_fn, make, needs_int8_input=mode == "dynamic")
 
 
 def prepare_(model: nn.Module, filter_fn: FilterFn | None = None) -> nn.Module:
@@ -175,7 +164,8 @@ def prepare_(model: nn.Module, filter_fn: FilterFn | None = None) -> nn.Module:
         >>> amp_kernels.quantization.convert_(model)[0]
         Int8Linear(in_features=16, out_features=8, bias=True, mode=static)
     """
-    return _exchange_layers("prepare_", model, filter_fn, _observed, needs_int8_input=True)
+    make = partial(_prepared, _OBSERVED, observes=True)
+    return _exchange_layers("prepare_", model, filter_fn, make, needs_int8_input=True)
 
 
 def prepare_qat_(
@@ -212,7 +202,7 @@ def prepare_qat_(
         raise ValueError(
             f"prepare_qat_: mode must be 'dynamic' or 'static', got {mode!r}; weight-only layers need no training"
         )
-    make = partial(_for_qat, mode=mode)
+    make = partial(_prepared, _QAT, observes=mode == "static")
     return _exchange_layers("prepare_qat_", model, filter_fn, make, needs_int8_input=True, in_place=True)
 
 
@@ -241,9 +231,7 @@ def convert_(model: nn.Module) -> nn.Module:
         Int8Embedding(10, 8)
     """
     check_model("convert_", model)
-    prepared: dict[Any, str] = {
-        module: name for name, module in model.named_modules() if isinstance(module, _Prepared | PreparedEmbedding)
-    }
+    prepared: dict[Any, str] = {module: name for name, module in model.named_modules() if isinstance(module, _Prepared)}
     if not prepared:
         raise ValueError(
             f"convert_: model must have layers that were prepared, got {type(model).__name__} without any; "
@@ -257,22 +245,22 @@ def convert_(model: nn.Module) -> nn.Module:
                 f"convert_: {name!r} must share its weight only with prepared layers, got one that was not prepared; "
                 "tie layers before preparing the model"
             )
-        if isinstance(layer, _Prepared) and layer.observer is not None:
-            layer.observer.check(name, " in training mode" if isinstance(layer, QATLinear | _QATConv) else "")
+        if layer.observer is not None:
+            layer.observer.check(name, " in training mode" if isinstance(layer, QAT) else "")
     codes = _SharedCodes()
     new: dict[Any, Any] = {layer: codes.give(layer, layer.convert) for layer in prepared}
-    if read := [name for layer, name in prepared.items() if isinstance(layer, _NotesReads) and layer.is_read]:
+    if read := [name for layer, name in prepared.items() if isinstance(layer, QAT) and layer.is_read]:
         LOG.info(
             "convert_: code outside of these layers has read their weights, in forward or elsewhere. The weights were "
             "floats and are dequantized int8 from now on, so what is computed from them may change: %s",
             ", ".join(dict.fromkeys(map(of_all_blocks, read))),
         )
-    result = _replace_layers("convert_", model, new, None)  # `prepare_` or `prepare_qat_` has warned already
-    observed = {new[layer] for layer in prepared if isinstance(layer, ObservedLinear | _ObservedConv)}
+    result = _replace_layers("convert_", model, model, new, None)  # `prepare_` or `prepare_qat_` has warned already
+    observed = {new[layer] for layer in prepared if isinstance(layer, Observed) and layer.observer is not None}
     for parent in result.modules():
         if type(parent) is nn.Sequential and sum(layer in observed for layer in parent) > 1:
             parent.__class__ = Int8Sequential  # the object stays the same
-    return _returned("convert_", model, result)
+    return result
 
 
 # -------------------------------------------------------------------------------------------------- prepared layers
@@ -316,12 +304,7 @@ class MinMaxObserver(FixedDtypes):
         return _affine(self.low, self.high)
 
     def check(self, name: str, when: str = "") -> None:
-        """Raise ValueError unless a finite range was recorded. Waits for the device.
-
-        Args:
-            name: The layer's name, for the message.
-            when: When the layer records, for the message.
-        """
+        """Raise ValueError unless the layer `name` has recorded a finite range. Waits for the device."""
         low, high = self.low.item(), self.high.item()
         if low > high:
             raise ValueError(
@@ -340,31 +323,49 @@ def _affine(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Prepared(LoadsItsKind):
-    """A layer that takes over the parameters of a float layer, for `convert_`."""
+    """A layer that takes the place of a float layer until `convert_`, with its parameters and its plain attributes."""
 
-    observer: MinMaxObserver | None  # None if each row or image is quantized by its own range
+    observer: Any  # a MinMaxObserver, or None if each row or image is quantized by its own range
+    is_transposed: bool  # whether this is a linear layer with the weight [in_features, out_features] of a Conv1D
+    embed_scale: float  # of an embedding
 
-    def _affine_of(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return scale and zero point of the codes of `x`, or None for its own range by row or image."""
+    @classmethod
+    def of(cls, layer: Any, observes: bool) -> Any:
+        """Return a layer in place of a float layer. It records the range of inputs if `observes`."""
+        made: Any = cls.__new__(cls)
+        nn.Module.__init__(made)
+        vars(made).update((name, value) for name, value in vars(layer).items() if name not in vars(made))
+        made._parameters.update(layer._parameters)
+        made.observer = MinMaxObserver(layer.weight.device) if observes else None
+        if issubclass(cls, nn.Linear):
+            made.is_transposed = is_transposed(layer)
+            made.out_features, made.in_features = matrix(layer).shape
+        elif issubclass(cls, nn.Embedding):
+            factor = factor_of(layer)
+            made.embed_scale = 1.0 if factor is None else factor
+        return made.train(layer.training)
+
+    def convert(self, weight: Int8Tensor) -> Any:
+        """Return the int8 layer with these codes of the weight."""
         if self.observer is None:
-            return None, None
-        if not self.training:
-            return self.observer.affine()
-        # The range of this batch alone is used, because activation checkpointing runs this forward pass a second time
-        # in the backward pass. By then later batches may have widened the range of all batches.
-        return _affine(*self.observer(x))
-
-    def _converted(self, from_float: Callable[..., Any], weight: Int8Tensor) -> Any:
-        if self.observer is None:
-            return from_float(self, "dynamic", weight=weight)
+            return _int8_layer(self, "dynamic", weight=weight)
         scale, zero_point = self.observer.affine()
-        return from_float(self, "static", weight=weight, input_scale=scale, input_zero_point=zero_point)
+        return _int8_layer(self, "static", weight=weight, input_scale=scale, input_zero_point=zero_point)
 
 
-class _NotesReads(nn.Module):
-    """A layer of `prepare_qat_`. It notes whether code of another package than torch and this one reads its weight.
+class Observed(_Prepared):
+    """A layer of `prepare_`. It computes in floating point, and records the range of its inputs."""
 
-    A `forward` that does so computes with floats until `convert_`. A compiled function leaves no note.
+    def _record(self, x: Tensor) -> None:
+        check_is_dense(type(self).__name__, x)
+        self.observer(x)
+
+
+class QAT(_Prepared):
+    """A layer of `prepare_qat_`. It computes in int8, and trains its float weight.
+
+    It notes whether code of another package than torch and this one reads its weight. A `forward` that does so computes
+    with floats until `convert_`. A compiled function leaves no note.
     """
 
     is_read = False
@@ -376,193 +377,103 @@ class _NotesReads(nn.Module):
                 vars(self)["is_read"] = True
         return super().__getattr__(name)
 
-
-class _PreparedLinear(_Prepared, nn.Linear):
-    """`nn.Linear` for `convert_`. The weight of a Conv1D stays [in_features, out_features]."""
-
-    is_transposed: bool
-
-    @classmethod
-    def from_linear(cls, linear: Any, observes: bool) -> Any:
-        """Return a layer that shares the parameters of a float layer, and records the range of inputs if `observes`."""
-        outputs, inputs = matrix(linear).shape
-        layer = cls(inputs, outputs, linear.bias is not None, device="meta")
-        layer.weight, layer.bias, layer.is_transposed = linear.weight, linear.bias, is_transposed(linear)
-        layer.observer = MinMaxObserver(linear.weight.device) if observes else None
-        return layer.train(linear.training)
-
-    def convert(self, weight: Int8Tensor) -> Any:
-        """Return the int8 layer with these codes of the weight."""
-        return self._converted(Int8Linear.from_linear, weight)
+    def _multiply(
+        self, x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None, steps: Steps | None = None
+    ) -> Tensor:
+        """Multiply or convolve codes, and record the range of `x` in training; see `w8a8`."""
+        of_x: tuple[Tensor | None, Tensor | None] = None, None
+        if self.observer is not None:
+            # In training the range of this batch alone is used, because activation checkpointing runs this forward pass
+            # a second time in the backward pass. By then later batches may have widened the range of all batches.
+            of_x = _affine(*self.observer(x)) if self.training else self.observer.affine()
+        return w8a8(x, weight, scale, bias, *of_x, compute_dtype(x), not self.training, steps)
 
 
-class ObservedLinear(_PreparedLinear):
-    """`torch.nn.Linear` that records the range of its inputs; `prepare_` makes it."""
-
+# Each of these is also of the class of torch that it replaces, for code that looks for this class.
+class ObservedLinear(Observed, nn.Linear):
     def forward(self, x: Tensor, outputs: slice = ALL) -> Tensor:
-        assert self.observer is not None
-        check_is_dense("ObservedLinear", x)
-        self.observer(x)
+        self._record(x)
         return F.linear(x, matrix(self)[outputs], None if self.bias is None else self.bias[outputs])
 
 
-class QATLinear(_NotesReads, _PreparedLinear):
-    """`torch.nn.Linear` that computes in int8, and trains its float weight; `prepare_qat_` makes it."""
-
+class QATLinear(QAT, nn.Linear):
     def forward(self, x: Tensor, outputs: slice = ALL) -> Tensor:
         check_is_dense("QATLinear", x)
         rows = rows_of(x)
         weight, bias = matrix(self)[outputs], None if self.bias is None else self.bias[outputs]
-        result = w8a8(rows, weight, None, bias, *self._affine_of(rows), compute_dtype(x), not self.training)
+        result = self._multiply(rows, weight, None, bias)
         return result.reshape(*x.shape[:-1], weight.shape[0])
 
 
-class _PreparedConv(_Prepared):
-    """A convolution for `convert_`."""
-
-    @classmethod
-    def from_conv(cls, conv: Any, observes: bool) -> Any:
-        """Return a layer with the parameters of a float layer."""
-        made: Any = cls
-        outputs, *taps, inputs = by_outputs(conv).shape
-        options = {"dilation": conv.dilation, "bias": conv.bias is not None, "device": "meta"}
-        layer = made(inputs, outputs, taps, conv.stride, conv.padding, **options)
-        layer.weight, layer.bias = conv.weight, conv.bias
-        layer.observer = MinMaxObserver(conv.weight.device) if observes else None
-        return layer.train(conv.training)
-
-    def convert(self, weight: Int8Tensor) -> Any:
-        """Return the int8 layer with these codes of the weight."""
-        return self._converted(_of_its_class(_INT8_CONVOLUTIONS, self).from_conv, weight)
+class _ObservedConv(Observed):
+    def forward(self, x: Tensor) -> Any:
+        self._record(x)
+        return super().forward(x)
 
 
-class _ObservedConv(_PreparedConv):
+class _QATConv(QAT):
     def forward(self, x: Tensor) -> Tensor:
-        assert self.observer is not None
-        check_is_dense(type(self).__name__, x)
-        self.observer(x)
-        result: Tensor = super().forward(x)
-        return result
-
-
-class _QATConv(_NotesReads, _PreparedConv):
-    def forward(self: Any, x: Tensor) -> Tensor:
-        check_images(self, x)
-        weight = by_outputs(self)
-        lines = weight.dim() - 2
-        weight = weight.unsqueeze(1) if lines == 1 else weight
-        scale, zero_point = self._affine_of(x)
-        steps, dtype = steps_of(self), compute_dtype(x)
-        images = images_of(x, lines)
-        result = w8a8_conv(images, weight, None, self.bias, scale, zero_point, steps, dtype, not self.training)
-        return from_images(result, lines, x.dim())
+        return apply_convolution(self, x, by_outputs(self), None, self._multiply)
 
 
 class ObservedConv1d(_ObservedConv, nn.Conv1d):
-    """`torch.nn.Conv1d` that records the range of its inputs; `prepare_` makes it."""
+    pass
 
 
 class ObservedConv2d(_ObservedConv, nn.Conv2d):
-    """`torch.nn.Conv2d` that records the range of its inputs; `prepare_` makes it."""
+    pass
 
 
 class QATConv1d(_QATConv, nn.Conv1d):
-    """`torch.nn.Conv1d` that computes in int8, and trains its float weight; `prepare_qat_` makes it."""
+    pass
 
 
 class QATConv2d(_QATConv, nn.Conv2d):
-    """`torch.nn.Conv2d` that computes in int8, and trains its float weight; `prepare_qat_` makes it."""
+    pass
 
 
 class ObservedConvTranspose2d(_ObservedConv, nn.ConvTranspose2d):
-    """`torch.nn.ConvTranspose2d` that records the range of its inputs; `prepare_` makes it."""
-
-    def forward(self, x: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
+    def forward(self, x: Tensor, output_size: Sequence[int] | None = None) -> Any:
         check_output_size(self, x, output_size)
         return super().forward(x)
 
 
-class QATConvTranspose2d(_QATConv, nn.ConvTranspose2d):
-    """`torch.nn.ConvTranspose2d` that computes in int8, and trains its float weight; `prepare_qat_` makes it."""
-
-    def forward(self: Any, x: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
-        check_images(self, x)
-        check_output_size(self, x, output_size)
-        scale_of_x, zero_point = self._affine_of(x)
-
-        def multiply(pixels: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-            dtype = compute_dtype(pixels)
-            return w8a8(pixels, weight, scale, bias, scale_of_x, zero_point, dtype, not self.training)
-
-        weight, scale = by_outputs(self), codes_of_weight(self).scale
-        return from_images(up_convolve(images_of(x, 2), weight, scale, self.bias, multiply), 2, x.dim())
+class QATConvTranspose2d(QAT, nn.ConvTranspose2d):
+    def forward(self, x: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
+        scale = codes_of_weight(self).scale
+        return apply_convolution(self, x, by_outputs(self), scale, self._multiply, output_size)
 
 
-class PreparedEmbedding(LoadsItsKind, nn.Embedding):
-    """`nn.Embedding` that takes over the table of a float embedding. `convert_` turns it into an `Int8Embedding`."""
-
-    embed_scale: float
-
-    @classmethod
-    def from_embedding(cls, embedding: nn.Embedding) -> PreparedEmbedding:
-        layer = cls(
-            embedding.num_embeddings,
-            embedding.embedding_dim,
-            embedding.padding_idx,
-            embedding.max_norm,
-            embedding.norm_type,
-            scale_grad_by_freq=embedding.scale_grad_by_freq,
-            sparse=embedding.sparse,
-            device="meta",
-        )
-        factor = factor_of(embedding)
-        layer.weight, layer.embed_scale = embedding.weight, 1.0 if factor is None else factor
-        return layer.train(embedding.training)
-
+class ObservedEmbedding(Observed, nn.Embedding):
     def forward(self, index: Tensor) -> Tensor:
         rows = super().forward(index)
         return rows if self.embed_scale == 1 else rows * self.embed_scale
 
-    def convert(self, weight: Int8Tensor) -> Int8Embedding:
-        """Return the int8 layer with these codes of the table."""
-        made = Int8Embedding.from_embedding(self, weight=weight)
-        made.embed_scale = self.embed_scale
-        return made
 
-
-class QATEmbedding(_NotesReads, PreparedEmbedding):
-    """`nn.Embedding` that returns the values of an `Int8Embedding` and trains its float table; see `prepare_qat_`."""
-
+class QATEmbedding(QAT, nn.Embedding):
     def forward(self, index: Tensor) -> Tensor:
-        return scaled_rows(self, fake_quantize_int8(nn.Embedding.forward(self, index), dim=-1))
+        return scaled_rows(self, fake_quantize_int8(super().forward(index), dim=-1))
 
 
 # ---------------------------------------------------------------------------------------------------------- helpers
-# The layers that take the place of each convolution, in the order of `CONVOLUTIONS`.
-_INT8_CONVOLUTIONS = (Int8Conv1d, Int8Conv2d, Int8ConvTranspose2d)
-_OBSERVED_CONVOLUTIONS = (ObservedConv1d, ObservedConv2d, ObservedConvTranspose2d)
-_QAT_CONVOLUTIONS = (QATConv1d, QATConv2d, QATConvTranspose2d)
+_OBSERVED = ObservedLinear, ObservedConv1d, ObservedConv2d, ObservedConvTranspose2d, ObservedEmbedding
+_QAT = QATLinear, QATConv1d, QATConv2d, QATConvTranspose2d, QATEmbedding
+_INT8: dict[Any, Any] = {nn.Conv1d: Int8Conv1d, nn.Conv2d: Int8Conv2d, nn.ConvTranspose2d: Int8ConvTranspose2d}
 
 
-def _of_its_class(classes: tuple[Any, ...], layer: nn.Module) -> Any:
-    """Return the class for a convolution from one of the tuples above."""
-    return next(ours for ours, theirs in zip(classes, CONVOLUTIONS, strict=True) if isinstance(layer, theirs))
+def _prepared(classes: tuple[Any, ...], layer: Any, observes: bool) -> Any:
+    kind = kind_in_torch(layer)
+    return next(c for c in classes if issubclass(c, kind)).of(layer, observes and kind is not nn.Embedding)
 
 
-def _observed(layer: Any) -> Any:
+def _int8_layer(layer: Any, mode: Mode, **options: Any) -> Any:
+    """Return the int8 layer for a float layer or a prepared one. An embedding has no mode."""
     if isinstance(layer, nn.Embedding):
-        return PreparedEmbedding.from_embedding(layer)
-    if isinstance(layer, CONVOLUTIONS):
-        return _of_its_class(_OBSERVED_CONVOLUTIONS, layer).from_conv(layer, observes=True)
-    return ObservedLinear.from_linear(layer, observes=True)
-
-
-def _for_qat(layer: Any, mode: Literal["dynamic", "static"]) -> Any:
-    if isinstance(layer, nn.Embedding):
-        return QATEmbedding.from_embedding(layer)
-    if isinstance(layer, CONVOLUTIONS):
-        return _of_its_class(_QAT_CONVOLUTIONS, layer).from_conv(layer, observes=mode == "static")
-    return QATLinear.from_linear(layer, observes=mode == "static")
+        made = Int8Embedding.from_embedding(layer, **options)
+        made.embed_scale = layer.embed_scale if isinstance(layer, _Prepared) else made.embed_scale
+        return made
+    kind = kind_in_torch(layer)
+    return (Int8Linear.from_linear if kind is nn.Linear else _INT8[kind].from_conv)(layer, mode, **options)
 
 
 class _SharedCodes:
@@ -594,13 +505,8 @@ def _exchange_layers(
 ) -> nn.Module:
     """Put the layers that `make` returns in the place of those that can be int8. After an error nothing has changed.
 
-    Args:
-        op: The name of the function that the user called.
-        model: Changed in place.
-        filter_fn: From the user.
-        make: Returns the new layer for a float layer.
-        needs_int8_input: Whether the new layers multiply codes by codes.
-        in_place: Whether the new layers keep the parameters, into which batch norms are then folded.
+    `needs_int8_input` says whether the new layers multiply codes by codes. If `in_place` is true, they keep the
+    parameters, and batch norms are folded into these.
     """
     check_model(op, model)
     # The projections of a `torch.nn.MultiheadAttention` are not layers. A `MultiheadAttention` of this package takes
@@ -624,7 +530,7 @@ def _exchange_layers(
     exchange(root, {pair.norm: FoldedBatchNorm(pair.norm) for pair in pairs})
     if norms:
         LOG.info("folded %d of %d batch norms into convolutions", len(pairs), norms)
-    return _returned(op, model, _replace_layers(op, root, new, spared))
+    return _replace_layers(op, model, root, new, spared)
 
 
 def _find(op: str, model: nn.Module, filter_fn: FilterFn | None, needs_int8_input: bool) -> tuple[list[Any], list[Any]]:
@@ -639,7 +545,7 @@ def _find(op: str, model: nn.Module, filter_fn: FilterFn | None, needs_int8_inpu
                 f"{op}: the weight of {name!r} must be float32, float16 or bfloat16, got {layer.weight.dtype}; "
                 "leave the layer out with filter_fn"
             )
-        inputs = terms(layer)
+        inputs = terms(by_outputs(layer).shape, is_transposed(layer))
         if needs_int8_input and inputs > MAX_K and not isinstance(layer, nn.Embedding):
             raise ValueError(
                 f"{op}: {name!r} must have at most {MAX_K} inputs, got {inputs}; leave it out with filter_fn"
@@ -663,7 +569,7 @@ def _what_was_done(model: nn.Module) -> str:
     """
     if any(isinstance(layer, Int8Weight) for layer in model.modules()):
         return "; the model is int8 already: for another mode convert the float model"
-    if any(isinstance(layer, _Prepared | PreparedEmbedding) for layer in model.modules()):
+    if any(isinstance(layer, _Prepared) for layer in model.modules()):
         return "; the model is prepared already: call convert_ to make it int8"
     return ""
 
@@ -693,7 +599,7 @@ def _is_known(layer: nn.Module) -> bool:
     """
     if isinstance(layer, Linear):
         return type(layer) is Linear and layer.activation is None
-    if isinstance(layer, _Prepared | PreparedEmbedding):
+    if isinstance(layer, _Prepared):
         return False
     if not isinstance(layer, (nn.Linear, nn.Embedding, *CONVOLUTIONS)):
         return is_conv1d(layer)
@@ -741,22 +647,20 @@ def _check_loses_nothing(op: str, name: str, layer: nn.Module) -> None:
         )
 
 
-def _replace_layers(op: str, model: nn.Module, new: Mapping[Any, nn.Module], spared: Iterable[Any] | None) -> nn.Module:
-    """Replace layers in place, and log what was replaced. Return the model, or the new layer if the model is a layer.
+def _replace_layers(
+    op: str, model: nn.Module, root: nn.Module, new: Mapping[Any, nn.Module], spared: Iterable[Any] | None
+) -> nn.Module:
+    """Replace layers of `root` in place, and log this. Return `root`, or the new layer if `root` is a layer.
 
-    `new` maps each old layer to its new one. `spared` holds the layers that `filter_fn` left out. If it is None, the
-    level of the log line is always INFO.
+    `root` is the `model` of the user, or what took its place. `new` maps each old layer to its new one. `spared` holds
+    the layers that `filter_fn` left out. If it is None, the level of the log line is always INFO.
     """
-    line, is_unexpected = shares(model, new.keys(), spared or ())
+    line, is_unexpected = shares(root, new.keys(), spared or ())
     warns = is_unexpected and spared is not None
-    exchange(model, new)
-    _switch_off_fused_kernels(model, set(new.values()))
+    exchange(root, new)
+    _switch_off_fused_kernels(root, set(new.values()))
     LOG.log(logging.WARNING if warns else logging.INFO, "%s: %s", op, line)
-    return new.get(model, model)
-
-
-def _returned(op: str, model: nn.Module, result: nn.Module) -> nn.Module:
-    """Return the result of a conversion, with a warning if it is a new layer."""
+    result = new.get(root, root)
     if result is not model:
         kind = type(model).__name__
         LOG.warning("%s: a %s by itself cannot be replaced in place; use the layer that %s returns", op, kind, op)

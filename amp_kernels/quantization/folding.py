@@ -132,12 +132,10 @@ def folded(model: nn.Module, convolutions: Collection[Any], *, in_place: bool) -
     ]
     pairs = sorted(set.intersection(*traces))
     # A hook of the convolution, of the norm or of a module that holds one of them may change or read what is between.
-    free = [pair for pair in pairs if not any(_is_in(name, module) for name in pair for module in hooked)]
+    free = [
+        pair for pair in pairs if not any(f"{name}.".startswith(f"{module}.") for name in pair for module in hooked)
+    ]
     return [_folded(named[conv], named[norm]) for conv, norm in free if fits(named[conv], named[norm])]
-
-
-def _is_in(name: str, module: str) -> bool:
-    return name == module or name.startswith(f"{module}.")
 
 
 def _storages(model: nn.Module) -> Iterator[int]:

@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .._loader import import_extra
 from ..nn import Int8Conv1d, Int8Conv2d, Int8ConvTranspose2d, Int8Embedding, Int8Linear
-from ..nn.conversion import check_model, exchange, has_hooks
+from ..nn.conversion import check_model, exchange, has_hooks, terms
 from ..nn.int8 import ALL, Int8ProductLayer, Int8Weight, scaled_rows
 from ..nn.int8_conv import check_output_size, steps_of
 from ..nn.int8_sequential import Int8Sequential
@@ -119,12 +119,12 @@ def _has_batch(x: Any) -> bool:
 
 
 def _check(model: nn.Module, example: object, arguments: tuple[Any, ...], path: Path) -> None:
-    from . import PreparedEmbedding, _Prepared  # that file imports this one
+    from . import _Prepared  # that file imports this one
 
     op = "export_onnx"
     check_model(op, model)
     layers: dict[Any, str] = {layer: name for name, layer in model.named_modules() if isinstance(layer, Int8Weight)}
-    prepared = [name for name, layer in model.named_modules() if isinstance(layer, _Prepared | PreparedEmbedding)]
+    prepared = [name for name, layer in model.named_modules() if isinstance(layer, _Prepared)]
     if prepared:
         raise ValueError(f"{op}: model must be converted, got the prepared layer {prepared[0]!r}; call convert_")
     if not layers:
@@ -168,11 +168,11 @@ def _check(model: nn.Module, example: object, arguments: tuple[Any, ...], path: 
                 f"{op}: input_zero_point of {name!r} must be from -128 to 127, as int8 codes are, got "
                 f"{zero_point.item()}; take that of prepare_ and convert_"
             )
-        terms = layer._terms(layer.weight_codes.shape) if isinstance(layer, Int8ProductLayer) else 0
-        if terms > MAX_TERMS and layer.mode != "weight_only":
+        products = terms(layer.weight_codes.shape, layer.is_transposed) if isinstance(layer, Int8ProductLayer) else 0
+        if products > MAX_TERMS and layer.mode != "weight_only":
             raise ValueError(
                 f"{op}: the outputs of {name!r} must sum at most {MAX_TERMS} products, since runtimes sum in int32, "
-                f"got {terms}; convert the model in the mode 'weight_only', or leave the layer out with filter_fn"
+                f"got {products}; convert the model in the mode 'weight_only', or leave the layer out with filter_fn"
             )
         if has_hooks(layer):
             raise ValueError(f"{op}: {name!r} must have no hooks, since the file would lose them; remove them first")

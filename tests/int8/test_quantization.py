@@ -71,6 +71,17 @@ def test_a_model_that_is_a_layer_is_returned_new():
     assert type(prepare_(nn.Linear(3, 3))) is ObservedLinear
 
 
+@pytest.mark.parametrize("prepare", [prepare_, prepare_qat_])
+def test_prepared_layers_keep_plain_attributes(prepare):
+    layers = nn.Linear(3, 3), nn.Conv2d(3, 3, 1), nn.Embedding(3, 3, padding_idx=1)
+    for layer in layers:
+        layer.note = "of the user"
+    for prepared, layer in zip(prepare(nn.Sequential(*layers)), layers, strict=True):
+        assert isinstance(prepared, type(layer)) and type(prepared) is not type(layer)
+        plain = {name: value for name, value in vars(layer).items() if name not in vars(nn.Module())}
+        assert plain.items() <= vars(prepared).items() and "note" in plain
+
+
 def test_a_layer_used_twice_stays_one():
     layer = nn.Linear(16, 16)
     model = quantize_(nn.Sequential(layer, nn.ReLU(), layer))
