@@ -583,12 +583,14 @@ class Training:
             self.ours.state.pop(self.params[i % len(self.params)], None)
 
     def write_early(self, i: int) -> None:
-        """A state of a parameter that was not updated yet."""
+        """A state of a parameter that was not updated yet. Written states of no elements are not told from new ones."""
         p, q = self.params[i % len(self.params)], self.copies[i % len(self.params)]
         group = next(group for group in self.ours.param_groups if any(p is other for other in group["params"]))
         names = [name for name in self.ours._state_names(group) if name is not None]
         step = self.ours.state.get(p, {}).get("step")
-        if not (p.requires_grad and names) or (step is not None and (not self.is_counted or int(step) > 0)):
+        if not (p.requires_grad and names and p.numel()):
+            return
+        if step is not None and (not self.is_counted or int(step) > 0):
             return
         if self.is_counted:  # torch's SGD has its buffer alone
             self.ours.init_state()
