@@ -12,7 +12,7 @@ import importlib.metadata
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -50,7 +50,6 @@ def info() -> int:
 
 
 def _platform_notes() -> list[str]:
-    """Return the notes for a platform other than Linux, and for a ROCm build of torch."""
     rocm = ["ROCm: not supported; the reference serves tensors on its GPUs."] if torch.version.hip else []
     return [PLATFORMS[system] for system in [platform.system()] if system in PLATFORMS] + rocm
 
@@ -76,14 +75,10 @@ PLATFORMS = {
     "Darwin": "macOS: never tried; CPU kernels are compiled as on Linux, and the reference serves MPS tensors.",
     "Windows": "Windows: nothing is compiled, and the reference serves every tensor; WSL counts as Linux.",
 }
-COMMANDS: dict[str, Callable[[], int]] = {"info": info}
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argument parser whose error for a mistyped option or command suggests the most similar one.
-
-    By default argparse suggests nothing.
-    """
+    """An argument parser whose error for a mistyped option or command suggests the most similar one."""
 
     def error(self, message: str) -> NoReturn:
         typed = [word.partition("=")[0] for word in sys.argv[1:]]
@@ -112,9 +107,8 @@ def main() -> int:
     parser: argparse.ArgumentParser = _Parser(prog=name, description=__doc__)
     parser.add_argument("--version", action="version", version=f"amp_kernels {amp_kernels.__version__}")
     commands = parser.add_subparsers(dest="command")
-    for name, function in COMMANDS.items():
-        command = commands.add_parser(name, help=(function.__doc__ or "").splitlines()[0])
-        command.set_defaults(run=lambda _, function=function: function())
+    command = commands.add_parser("info", help=(info.__doc__ or "").splitlines()[0])
+    command.set_defaults(run=lambda _: info())
     verify.add_command(commands)
     audit.add_command(commands)
     bench.add_command(commands)

@@ -34,10 +34,7 @@ def load_error() -> str | None:
 
 
 def build_note() -> str | None:
-    """Return the note that setup.py wrote about the build: which kernels are missing, why, and what to do.
-
-    If no kernels are missing, or if there is no note, None is returned.
-    """
+    """Return the note that setup.py wrote, or None: which kernels are missing, why, and what to do."""
     try:
         return (_PACKAGE / "_build.txt").read_text() or None
     except FileNotFoundError:
@@ -45,11 +42,7 @@ def build_note() -> str | None:
 
 
 def shadowed() -> str | None:
-    """Return a sentence if the source folder was imported instead of the installed package, otherwise None.
-
-    This happens if the package was installed without `-e`, and Python runs in the root of the repository. The source
-    folder then has no compiled kernels and no Triton kernels.
-    """
+    """Return a sentence if the source folder was imported instead of the installed package, otherwise None."""
     # There may be several distributions, because an install leaves metadata in the repository too. For the metadata in
     # the repository, `installed` is the source folder itself. For an editable install, `installed` does not exist.
     for distribution in importlib.metadata.distributions(name="amp-kernels"):
@@ -64,11 +57,7 @@ def shadowed() -> str | None:
 
 
 def import_extra(op: str, module: str, extra: str) -> ModuleType:
-    """Import a module of a package that `extra` in pyproject.toml lists. `op` is the function that needs it.
-
-    Raises:
-        ImportError: The package is not installed. The message has the line that installs it.
-    """
+    """Import a module of a package that `extra` in pyproject.toml lists. `op` is the function that needs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

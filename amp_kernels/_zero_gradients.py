@@ -63,10 +63,7 @@ class ZeroGradients:
             self._look(optimizer)
 
     def evaluate(self, found_inf: Tensor | None, scale: Tensor) -> None:
-        """Counts an update, and warns if an answer has arrived and a parameter was 0 in several looks in a row.
-
-        If `found_inf` is not 0, a step since the last call was skipped. Looks at such steps do not count.
-        """
+        """Counts an update, and warns if an answer has arrived and a parameter was 0 in several looks in a row."""
         self._updates += 1
         if self._updates % STEPS_PER_LOOK == 0 and not self.has_warned:
             self._looked_at = set()
@@ -87,11 +84,9 @@ class ZeroGradients:
 
     @torch.compiler.disable
     def _look(self, optimizer: Any) -> None:
-        """Asks which gradients are 0. Left out are empty ones, and those that kernels do not take.
-
-        DTensors are left out too. A shard of zeros proves nothing: it may be the rows of positions that no sequence
-        reaches.
-        """
+        """Asks which gradients are 0. Left out are empty ones, and those that kernels do not take."""
+        # DTensors are left out too. A shard of zeros proves nothing: it may be the rows of positions that no sequence
+        # reaches.
         members: dict[torch.device, tuple[list[str], list[Any], list[Tensor]]] = defaultdict(lambda: ([], [], []))
         for name, _, param in FusedOptimizer._named_parameters(optimizer):  # other optimizers have the same groups
             grad = param.grad

@@ -1,13 +1,7 @@
 """Find out why a product or a layer is slow: `explain`, `audit`, and `python -m amp_kernels audit FILE.py:FACTORY`.
 
-The command executes FILE.py and calls FACTORY. Name only files that you would run.
-
-Nothing is measured. `audit` reads only shapes. `explain` reads shapes, strides, dtypes and devices.
-
-The command also names the layers that stay in floating point if the model becomes int8 (`amp_kernels.quantization`).
-
-With 16-bit weights and activations (autocast included), cuBLAS is fast if the layer's numbers of features are multiples
-of 8. Otherwise cuBLAS uses kernels that were made for older GPUs, which are slower.
+Nothing is measured. The command executes FILE.py and calls FACTORY, so name only files that you would run. It also
+names the layers that stay in floating point if the model becomes int8 (`amp_kernels.quantization`).
 """
 
 from __future__ import annotations
@@ -50,7 +44,7 @@ from .nn.linear import Linear, converts
 from .ops.matmul import DTYPES, check_activation, round_up
 from .padding import MULTIPLE, is_column_major
 from .quantization import left_in_float
-from .report import table
+from .report import CannotRun, table
 
 __all__ = ["Explanation", "Finding", "audit"]  # explain is public as amp_kernels.explain
 
@@ -100,11 +94,8 @@ def explain(
 ) -> Explanation:
     """Tell which library multiplies two matrices, and what is copied for it.
 
-    Nothing is computed. A machine without a GPU gives the same answer as a machine with a GPU and compiled kernels, if
-    `a` and `b` are shapes, meta tensors, or fake tensors of a GPU. A meta tensor counts as a tensor on a GPU.
-
-    The times in the sentence were measured with the shapes that it names, and are the reason for the choice. They are
-    not times of `a @ b`. `python -m amp_kernels bench matmul` times products on your machine.
+    Nothing is computed, and no GPU is needed. A meta tensor counts as a tensor on a GPU. The times in the sentence are
+    those of the shapes that it names, and not of `a @ b`.
 
     Args:
         a: A tensor as in `amp_kernels.matmul`, or the shape of a contiguous one.
@@ -190,10 +181,7 @@ def _reason(engine: str, a: Tensor, activation: Activation | None) -> str:
 
 
 def _copy_bytes(x: Tensor, size: Sequence[int]) -> int:
-    """Return how many bytes the padded copy of `x` takes. `size`: rows and columns of each matrix in the copy.
-
-    Each row is padded to a multiple of 16 bytes. If `x` is column-major, each column is padded instead.
-    """
+    """Return how many bytes the padded copy of `x` takes. `size`: rows and columns of each matrix in the copy."""
     columns, rows = size if is_column_major(x) else reversed(size)
     return math.prod(x.shape[:-2]) * rows * round_up(columns, MULTIPLE) * ITEM
 
@@ -225,10 +213,9 @@ class Finding(NamedTuple):
 def audit(model: nn.Module) -> list[Finding]:
     """List the layers of a model whose shapes are slow on tensor cores in fp16 or bf16.
 
-    The layers that can be listed are `torch.nn.Linear` and its subclasses (except `amp_kernels.nn.Linear`),
-    transformers' `Conv1D`, convolutions, recurrent layers and cells (`LSTM`, `GRU`, `RNN`), and
-    `torch.nn.MultiheadAttention` with all its projections. Only shapes are read, so the model may be on the meta
-    device.
+    It looks at `torch.nn.Linear` and its subclasses (except `amp_kernels.nn.Linear`), transformers' `Conv1D`,
+    convolutions, recurrent layers and cells, and `torch.nn.MultiheadAttention`. Only shapes are read, so the model may
+    be on the meta device.
 
     Args:
         model: A model of any dtype.
@@ -296,10 +283,6 @@ def _multiple(layer: Any, size: str) -> int:
 
 
 # ------------------------------------------------------------------------------------------------------ command line
-class CannotLoad(Exception):
-    """The model cannot be loaded. The message is a sentence for the user."""
-
-
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``audit`` to the command line."""
     parser = commands.add_parser(
@@ -318,7 +301,7 @@ def run(target: str) -> int:
     """Print the table and a summary. Return 0, or 2 if the model cannot be loaded."""
     try:
         model = _load(target)
-    except CannotLoad as error:
+    except CannotRun as error:
         print(f"audit: {error}", file=sys.stderr)
         return 2
     findings = audit(model)
@@ -359,9 +342,9 @@ def _load(target: str) -> nn.Module:
     file, colon, name = target.rpartition(":")
     path = Path(file)
     if not colon or not name or path.suffix != ".py":
-        raise CannotLoad(f"the model must be given as FILE.py:FACTORY, got {target!r}")
+        raise CannotRun(f"the model must be given as FILE.py:FACTORY, got {target!r}")
     if not path.is_file():
-        raise CannotLoad(f"FILE.py must exist, got {file!r}")
+        raise CannotRun(f"FILE.py must exist, got {file!r}")
     as_name = path.stem if path.stem not in sys.modules else f"audited_{path.stem}"
     spec = importlib.util.spec_from_file_location(as_name, path)
     assert spec is not None and spec.loader is not None
@@ -371,19 +354,19 @@ def _load(target: str) -> nn.Module:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise CannotLoad(f"{file} cannot be imported: {_describe(error)}") from error
+        raise CannotRun(f"{file} cannot be imported: {type(error).__name__}: {error}") from error
     if not hasattr(module, name):
-        raise CannotLoad(f"FACTORY must be a name in {file}, got {name!r}")
+        raise CannotRun(f"FACTORY must be a name in {file}, got {name!r}")
     factory = getattr(module, name)
     model = factory if isinstance(factory, nn.Module) else _call_factory(factory, target)
     if not isinstance(model, nn.Module):
-        raise CannotLoad(f"{target} must return an nn.Module, got {type(model).__name__}")
+        raise CannotRun(f"{target} must return an nn.Module, got {type(model).__name__}")
     return model
 
 
 def _call_factory(factory: Any, target: str) -> Any:
     if not callable(factory):
-        raise CannotLoad(f"{target} must be a function or an nn.Module, got {type(factory).__name__}")
+        raise CannotRun(f"{target} must be a function or an nn.Module, got {type(factory).__name__}")
     # On the meta device a model of any size takes no memory. A factory that fails on the meta device is called again
     # without this device.
     with contextlib.suppress(Exception, SystemExit), warnings.catch_warnings(), torch.device("meta"):
@@ -392,8 +375,4 @@ def _call_factory(factory: Any, target: str) -> Any:
     try:
         return factory()
     except (Exception, SystemExit) as error:
-        raise CannotLoad(f"{target} must run without arguments, got: {_describe(error)}") from error
-
-
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+        raise CannotRun(f"{target} must run without arguments, got: {type(error).__name__}: {error}") from error

@@ -4,8 +4,8 @@ A backend is an implementation of the operators. torch's dispatcher chooses one 
 (`ops/library.py`).
 
 The plan of an optimizer's step (`optim/_plan.py`) does not call operators. It calls *kernel ops*, which the function
-`kernels` returns. A kernel op reads addresses from a table (`ops/table.py`), and writes to the memory at these
-addresses. Its schema does not show these writes. Therefore kernel ops are internal, and must not be traced.
+`kernels` returns. A kernel op writes to addresses that it reads from a table (`ops/table.py`). Its schema does not show
+these writes, so it must not be traced.
 """
 
 from __future__ import annotations
@@ -40,14 +40,10 @@ _entered: contextvars.ContextVar[str | None] = contextvars.ContextVar("amp_kerne
 
 
 def forced() -> str | None:
-    """Return the backend that an enclosing `use_backend` forces, or None.
-
-    The block is found by its dispatch mode (`_Interceptor`), because the backward pass on a GPU runs in a thread of
-    autograd, which inherits dispatch modes but no context variables. Only if torch cannot list the modes, a context
-    variable is read instead.
-    """
+    """Return the backend that an enclosing `use_backend` forces, or None."""
     if _entries == 0:  # the usual case, which takes 0.05 us
         return None
+    # The backward pass on a GPU runs in a thread of autograd, which inherits dispatch modes but no context variables.
     modes = torch_private.dispatch_modes()
     if modes is None:
         return _entered.get()
@@ -60,16 +56,11 @@ def use_backend(name: str) -> Iterator[None]:
 
     Outside such a block the device of the tensors decides. CUDA tensors are served by `"cuda"`, or by `"triton"` if
     `"cuda"` cannot run. CPU tensors are served by `"cpu"`. If none of these can run, plain torch (`"reference"`) serves
-    the tensors.
+    the tensors. Some int8 products of CUDA tensors are left to Triton or torch (see `int8_matmul` and
+    `nn.Int8Linear`). Inside `use_backend("cuda")` torch computes only products that the CUDA kernels cannot compute.
 
     Triton has no kernel for 16-bit products (`matmul`, `addmm`, `linear`). Inside `use_backend("triton")` it copies and
-    pads the operands, and torch multiplies them. Triton has no kernel for the counts of `PrecisionReport` either. Plain
-    torch counts.
-
-    Outside such a block `"cuda"` does not compute every int8 product itself. On GPUs of compute capability 9.0 Triton
-    computes large products of int8 codes (see `int8_matmul`). On every GPU torch computes some products with int8
-    weights (see `nn.Int8Linear`). Inside `use_backend("cuda")` Triton computes none of these products, and torch
-    computes only products that the CUDA kernels cannot compute.
+    pads the operands, and torch multiplies them. Nor has it a kernel for the counts of `PrecisionReport`: torch counts.
 
     Args:
         name: `"cuda"`, `"triton"`, `"cpu"` or `"reference"`.
@@ -130,10 +121,7 @@ class _Interceptor(TorchDispatchMode):
 
 
 def backend_reasons(device: str | torch.device) -> dict[str, str | None]:
-    """Return, for each backend, why it cannot serve tensors of this device, or None if it can.
-
-    The device ``"cuda"`` is the current GPU.
-    """
+    """Return, for each backend, why it cannot serve tensors of this device, or None if it can."""
     return {backend: _reason(backend, torch.device(device)) for backend in BACKENDS}
 
 
@@ -148,11 +136,8 @@ def _reason(backend: str, device: torch.device) -> str | None:
 
 
 def _why_nowhere(backend: str) -> str | None:
-    """Return why the backend cannot serve tensors of any device here, or None if it can serve some.
-
-    Other GPUs are tested only if the backend cannot serve the current GPU, because a test creates a context on the
-    tested GPU, which takes hundreds of MB.
-    """
+    """Return why the backend cannot serve tensors of any device here, or None if it can serve some."""
+    # Other GPUs come last, because a test creates a context on the tested GPU, which takes hundreds of MB.
     current = torch.device("cuda")
     others = (torch.device("cuda", i) for i in range(torch.cuda.device_count()))
     reasons = []
@@ -188,12 +173,7 @@ def refuse(backend: str, device: torch.device) -> None:
 
 @functools.cache
 def automatic(device: torch.device) -> str:
-    """Return the backend that serves tensors of `device` without `use_backend`.
-
-    If no kernels can run on the device, this is the slow reference. If the device is a CPU or a CUDA GPU, a warning
-    then says why. The result is cached for each device. A GPU must be given with its index, because the current GPU may
-    change.
-    """
+    """Return the backend that serves tensors of `device`, a GPU with its index. Warn if it is the slow reference."""
     reasons = {}
     for name in PREFERENCE.get(device.type, ()):
         reasons[name] = _reason(name, device)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import _loader
-from .report import environment, table
+from .report import CannotRun, environment, table
 
 if TYPE_CHECKING:
     from .benchmarks.summary import Line, Row
@@ -27,10 +27,6 @@ if TYPE_CHECKING:
 # memory copy is timed. On a CPU its arrays are several times as large as the last-level cache, so a run takes longer on
 # a CPU with a large cache: with an L3 of 300 MB, the family ema took 39 s, overhead 48 s, and int8 86 s.
 SECONDS = "0.1"
-
-
-class CannotRun(Exception):
-    """The benchmarks cannot run. The message is a sentence for the user."""
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -53,10 +49,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def bench(
     families: Sequence[str], compare: Path | None = None, out: Path | None = None, *, as_json: bool = False
 ) -> int:
-    """Run the benchmark of each family in its own process. Return the exit code.
-
-    The exit code is 1 if a benchmark failed, 2 if an argument is wrong or the benchmarks cannot run here, else 0.
-    """
+    """Run the benchmark of each family in its own process. Return 0, 1 if one failed, or 2 if none can run."""
     try:
         chosen = _families(families)
         earlier = _earlier(compare) if compare is not None else None
@@ -132,11 +125,7 @@ def _run(family: str, out: Path, progress: Any) -> bool:
 def _report(
     families: Sequence[str], out: Path, earlier: dict[tuple[str, ...], Row] | None, document: dict[str, Any] | None
 ) -> None:
-    """Draw the figures and print the results.
-
-    If `document` is None, print the table and what was not timed. Otherwise add both to `document` and print that as
-    JSON.
-    """
+    """Draw the figures and print the results, as JSON in `document` if it is not None."""
     from .benchmarks import summary
 
     tables = {name: rows for name, rows in summary.benchmarks(out).items() if name in families}
@@ -180,10 +169,7 @@ def _print_table(found: Sequence[Line], earlier: dict[tuple[str, ...], Row] | No
 
 
 def _compared(line: Line, earlier: dict[tuple[str, ...], Row]) -> dict[str, Any]:
-    """Return the time of amp_kernels in the earlier run, and its time in this run divided by the earlier time.
-
-    Return {} if the earlier run does not have the case.
-    """
+    """Return the earlier time, and the time in this run divided by it. {} if the earlier run lacks the case."""
     from .benchmarks import summary
 
     then = earlier.get(line.key)

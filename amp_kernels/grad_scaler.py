@@ -23,7 +23,7 @@ from ._zero_gradients import ZeroGradients
 from .functional.unscale import to_device, unscale_
 from .ops.checks import why_not_loaded
 from .ops.table import DTYPE_CODES
-from .optim._base import FusedOptimizer, OverflowLog, Verdict
+from .optim._base import FusedOptimizer, OverflowLog, Verdict, any_of
 from .optim._plan import capturing
 from .optim._wrappers import innermost, with_wrapped, wrapped
 
@@ -37,31 +37,20 @@ _FUSED_NAMES = {"Adam": "FusedAdam", "AdamW": "FusedAdamW", "RMSprop": "FusedRMS
 
 
 def _handles_scaling(optimizer: torch.optim.Optimizer) -> TypeGuard[FusedOptimizer]:
-    """Whether the step of `optimizer` reads the scale and `found_inf` on the device.
-
-    If not, the scaler does what torch's scaler does. For most optimizers this means that the scaler unscales the
-    gradients, reads `found_inf` on the host, and steps only if `found_inf` is 0.
-    """
+    """Whether the step of `optimizer` reads the scale and `found_inf` on the device."""
     return isinstance(optimizer, FusedOptimizer) and optimizer._takes_verdicts()
 
 
 def _is_proxy(optimizer: Any) -> bool:
-    """Whether `optimizer` is a proxy whose ``__getattr__`` forwards ``_step_supports_amp_scaling`` to another object.
-
-    The scaler then ignores this attribute. Otherwise it would set `grad_scale` and `found_inf` on the proxy, where the
-    optimizer inside does not read them.
-    """
+    """Whether `optimizer` forwards ``_step_supports_amp_scaling`` to another object, by its ``__getattr__``."""
+    # The optimizer inside would not read `grad_scale` and `found_inf`, which torch's scaler sets on the proxy.
     name = "_step_supports_amp_scaling"
     is_its_own = hasattr(type(optimizer), name) or name in getattr(optimizer, "__dict__", ())
     return not is_its_own and getattr(optimizer, name, False)
 
 
 def _warn_of_eps(optimizer: Any) -> None:
-    """Warns if `optimizer` computes in fp16 and has an eps that rounds to 0 in fp16.
-
-    Such an optimizer divides by ``sqrt(v) + eps``, where v is an average of squared gradients. If v rounds to 0 too,
-    the divisor is 0. There is no warning for optimizers of `amp_kernels.optim`, because they compute in fp32.
-    """
+    """Warns if `optimizer` computes in fp16 and has an eps that rounds to 0 in fp16. It may then divide by 0."""
     optimizer = wrapped(optimizer)
     if isinstance(optimizer, FusedOptimizer):
         return
@@ -186,42 +175,29 @@ class GradScaler(torch.amp.GradScaler):
 
     Formula: dynamic loss scaling (Micikevicius et al. 2018), as in `torch.amp.GradScaler`.
 
-    A fused optimizer is one of `amp_kernels.optim`. The first pass of its step checks the gradients for NaN and inf,
-    and the device decides whether to skip. The step does not write the gradients, so they are still scaled after it. To
-    read them unscaled, call `unscale_` before `step`. `optimizer.grad_norm` is always unscaled. fp16 and bf16 gradients
-    are accepted.
+    The first pass of such a step checks the gradients for NaN and inf, and the device decides whether to skip. The step
+    does not write the gradients, so they are still scaled after it. To read them unscaled, call `unscale_` before
+    `step`. fp16 and bf16 gradients are accepted.
 
-    With any other optimizer this class works like torch's scaler. The same holds for a fused optimizer whose `step` is
-    overridden, or wrapped by code outside of torch, or whose parameters belong to FSDP1. torch's scaler waits for the
-    device once per step, except in the step of torch's own optimizers with `fused=True`.
-
-    If the host can count skipped steps, there is a warning after 50 in a row. The host can count them if the scale is
-    on the CPU, or if the scaler waits for the device in the step of every optimizer. There is another warning the first
-    time that optimizers step although none of them has a gradient. A third warning says, once per scaler, that
-    parameters have had gradients of 0 in every element for some 200 steps. Either the scale is too small, or the loss
-    does not depend on these parameters. For this, one step in 100 reads the gradients once more. DTensors are left out.
+    With any other optimizer this class works like torch's scaler, which waits for the device once per step. The same
+    holds for a fused optimizer whose `step` is overridden, or wrapped by code outside of torch, or whose parameters
+    belong to FSDP1. The guide to loss scaling lists the warnings.
 
     The other arguments are those of `torch.amp.GradScaler`.
 
     Args:
-        min_scale: Lower bound of the scale. A lower `init_scale` is raised to it. (In torch the default scale reaches
-            0.0 after 166 overflows in a row.)
+        min_scale: Lower bound of the scale. A lower `init_scale` is raised to it.
         max_scale: Upper bound of the scale. A higher `init_scale` is lowered to it. If the loss is fp16, the default
             scale of 65536 always overflows, because the gradient of the loss is the scale, and fp16 ends at 65504.
-            Loading a checkpoint of this class replaces `min_scale` and `max_scale`. If a checkpoint of torch's scaler
-            is loaded, its scale is clamped to the bounds of this scaler.
         hysteresis: The first `hysteresis - 1` overflows in a row do not reduce the scale. Every further overflow in a
-            row reduces it, as in Apex. If `hysteresis` is 1, every overflow reduces the scale, as in torch. A step
-            without overflow starts the count again. Every step with an overflow is skipped, whether or not the scale is
-            reduced.
+            row reduces it, as in Apex. A step without overflow starts the count again.
         process_group: A group of ranks that skip steps together. If one of them finds NaN or inf, all of them skip the
             step. Every rank must call `step` (or `unscale_`) for the same optimizers in the same order. A rank without
             a gradient must do so too. No group is needed for DTensors, or if gradients are averaged over the ranks
             (DistributedDataParallel). A scaler with a group cannot be copied or pickled.
 
     Raises:
-        TypeError: A scale, bound or factor is not a number, `growth_interval` or `hysteresis` is not an integer, or
-            `process_group` is not a group.
+        TypeError: An argument has a wrong type.
         ValueError: A number is out of its range, `min_scale` is above `max_scale`, or torch knows no device with the
             name `device`. Or `process_group` belongs to other ranks, or does not reduce tensors of `device`.
 
@@ -324,10 +300,7 @@ class GradScaler(torch.amp.GradScaler):
         return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in shown.items())})"
 
     def _shown(self) -> str:
-        """Returns the scale as text, or why it cannot be read.
-
-        A read would break a graph capture, and would raise an error after a CUDA error. A repr must do neither.
-        """
+        """Returns the scale as text, or why it cannot be read: in a capture, or after a CUDA error."""
         if self._scale is None:
             return str(self._init_scale)
         if capturing(self._scale.device):
@@ -358,21 +331,14 @@ class GradScaler(torch.amp.GradScaler):
         return None if last is None else last[1]
 
     def _last_in(self, logs: Iterable[OverflowLog]) -> tuple[int, Overflow] | None:
-        """Returns the last overflow in `logs` and in deleted optimizers, as a pair of its iteration and the overflow.
-
-        Waits for the device.
-        """
+        """Returns the last overflow in `logs` and in deleted optimizers, and first its iteration."""
         found = [(last[0] + self._logs[log][0], Overflow(*last)) for log in logs for last in log.overflows()]
         if self._last_deleted_overflow is not None:
             found.append(self._last_deleted_overflow)
         return max(found, key=lambda overflow: overflow[0], default=None)
 
     def _forget_the_gone(self) -> None:
-        """Drops the logs of deleted optimizers, and keeps the last overflow that they hold.
-
-        If an optimizer was deleted, this waits for the device once. During a capture nothing may wait, so the logs stay
-        until a later iteration.
-        """
+        """Drops the logs of deleted optimizers, and keeps the last overflow that they hold. Waits for the device."""
         gone = [log for log, (_, owner) in self._logs.items() if owner() is None]
         if gone and not any(capturing(device) for log in gone for device in log.records):
             self._last_deleted_overflow = self._last_in(gone)
@@ -427,50 +393,40 @@ class GradScaler(torch.amp.GradScaler):
             RuntimeError: `step` was called for the optimizer since the last `update`, or a closure was passed.
         """
         self._zero_gradients.look(optimizer)
-        if self._enabled and _is_proxy(optimizer):
-            return self._unscale_and_step(optimizer, *args, **kwargs)
-        if not self._enabled or not _handles_scaling(optimizer) or hasattr(optimizer, "grad_scale"):
+        is_proxy = self._enabled and _is_proxy(optimizer)
+        is_fused = self._enabled and _handles_scaling(optimizer) and not hasattr(optimizer, "grad_scale")
+        if not (is_proxy or is_fused):
             if self._enabled and self._is_new(optimizer):
                 _warn_of_eps(optimizer)
             return super().step(optimizer, *args, **kwargs)
         # A closure would compute new gradients after the check.
-        if any(arg is not None for arg in args) or "closure" in kwargs:
+        if is_fused and (any(arg is not None for arg in args) or "closure" in kwargs):
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         scale, _ = self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        if state["stage"] is OptState.READY:
-            verdict = self._record(optimizer, optimizer._check(scale))
+        if is_proxy:  # is stepped as torch's scaler steps most optimizers
+            if state["stage"] is OptState.READY:
+                self.unscale_(optimizer)
+            result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
         else:
+            assert isinstance(optimizer, FusedOptimizer)
             verdict = Verdict(None, next(iter(state["found_inf_per_device"].values()), None))
-        result = optimizer._step_under(verdict, *args, **kwargs)
+            if state["stage"] is OptState.READY:
+                verdict = self._record(optimizer, optimizer._check(scale))
+            result = optimizer._step_under(verdict, *args, **kwargs)
         state["stage"] = OptState.STEPPED
         return result
 
     def _is_new(self, optimizer: Any) -> bool:
-        """Whether this is the first step of `optimizer`.
-
-        False if no weak reference to `optimizer` can be made, for example if its class has ``__slots__``.
-        """
+        """Whether this is the first step of `optimizer`."""
         try:
             is_new = optimizer not in self._seen_optimizers
             self._seen_optimizers[optimizer] = True
-        except TypeError:
+        except TypeError:  # no weak reference can be made: its class has ``__slots__``
             return False
         return is_new
-
-    def _unscale_and_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
-        """Does what torch's scaler does for most optimizers: unscales, then steps if all gradients were finite."""
-        self._check_scale_growth_tracker("step")
-        state = self._per_optimizer_states[id(optimizer)]
-        if state["stage"] is OptState.STEPPED:
-            raise RuntimeError("step() has already been called since the last update().")
-        if state["stage"] is OptState.READY:
-            self.unscale_(optimizer)
-        result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
-        state["stage"] = OptState.STEPPED
-        return result
 
     def _record(self, optimizer: FusedOptimizer, verdict: Verdict) -> Verdict:
         """Registers the optimizer's log. Returns `verdict` with the `found_inf` that all ranks agree on."""
@@ -510,11 +466,7 @@ class GradScaler(torch.amp.GradScaler):
     def _maybe_opt_step(
         self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> float | None:
-        """Steps if all gradients were finite, as torch does.
-
-        The host reads the flags here: the `found_inf` of each device. `optimizer_state` keeps for `_warn_of_skips`
-        whether the step is skipped. If it is skipped, the fused optimizers inside `optimizer` are told so.
-        """
+        """Steps if all gradients were finite, as torch does. If not, tells the fused optimizers inside `optimizer`."""
         found_inf = next((flag for flag in optimizer_state["found_inf_per_device"].values() if flag.item()), None)
         optimizer_state["is_skipped"] = found_inf is not None
         if found_inf is None:
@@ -535,11 +487,8 @@ class GradScaler(torch.amp.GradScaler):
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Adapt the scale to the NaN and inf found since the last `update`, and count skipped steps.
 
-        If the scale and the parameters are on one device, `update` waits for this device in only two cases:
-
-        - An optimizer was deleted. `update` reads the last overflow of that optimizer.
-        - There is the warning after 50 skipped steps in a row. For its message `update` reads the scale and the last
-          overflow.
+        If the scale and the parameters are on one device, `update` waits for this device in only two cases: an
+        optimizer was deleted, or there is the warning after 50 skipped steps in a row.
 
         Args:
             new_scale: Set the scale to this number, even if the number is outside of the bounds. A tensor must have one
@@ -560,7 +509,8 @@ class GradScaler(torch.amp.GradScaler):
         scale, growth_tracker = self._check_scale_growth_tracker("update")
         found_inf = self._found_inf()
         if found_inf is not None:
-            self._count_skip(found_inf)
+            assert self._skipped_steps is not None  # allocated with the scale
+            self._skipped_steps.add_(found_inf.bool())
         self._zero_gradients.evaluate(found_inf, scale)
         if new_scale is not None:
             return super().update(new_scale)
@@ -590,18 +540,10 @@ class GradScaler(torch.amp.GradScaler):
         return new_scale
 
     def _found_inf(self) -> Tensor | None:
-        """Returns the sum of all flags since the last update, on the scale's device.
-
-        None if no optimizer had a gradient.
-        """
+        """Returns the sum of all flags since the last update, on the scale's device. None if there was no gradient."""
         scale, _ = self._check_scale_growth_tracker("update")
         states = self._per_optimizer_states.values()
-        flags = [to_device(flag, scale.device) for s in states for flag in s["found_inf_per_device"].values()]
-        return None if not flags else flags[0] if len(flags) == 1 else torch.stack(flags).sum()
-
-    def _count_skip(self, found_inf: Tensor) -> None:
-        assert self._skipped_steps is not None  # allocated with the scale
-        self._skipped_steps.add_(found_inf.bool())
+        return any_of([to_device(flag, scale.device) for s in states for flag in s["found_inf_per_device"].values()])
 
     def _adapt_scale(self, scale: Tensor, growth_tracker: Tensor, found_inf: Tensor) -> None:
         before = scale.clone() if self._hysteresis > 1 else scale
@@ -609,7 +551,10 @@ class GradScaler(torch.amp.GradScaler):
             scale, growth_tracker, found_inf, self._growth_factor, self._backoff_factor, self._growth_interval
         )
         if self._hysteresis > 1:
-            left = self._hysteresis_left(found_inf)
+            # The tracker starts at `hysteresis`. An overflow that brings it to 0 or less reduces the scale.
+            assert self._hysteresis_tracker is not None  # allocated with the scale
+            full = torch.full_like(self._hysteresis_tracker, self._hysteresis)
+            left = self._hysteresis_tracker.copy_(torch.where(found_inf != 0, self._hysteresis_tracker - 1, full))
             scale.copy_(torch.where((found_inf != 0) & (left > 0), before, scale))
         if self._min_scale > 0 or self._max_scale < math.inf:
             scale.clamp_(self._min_scale, self._max_scale)
@@ -633,11 +578,7 @@ class GradScaler(torch.amp.GradScaler):
             )
 
     def _warn_of_no_gradient(self) -> None:
-        """Warns that optimizers stepped although none of them had a gradient. A scaler does so only once.
-
-        torch's scaler raises an AssertionError in this case. Here it is no error, because another optimizer, which did
-        not step, may still have gradients.
-        """
+        """Warns, once. This is no error, since another optimizer, which did not step, may have gradients."""
         if not self._has_warned_of_no_gradient:
             self._has_warned_of_no_gradient = True
             warnings.warn(
@@ -645,16 +586,6 @@ class GradScaler(torch.amp.GradScaler):
                 "call backward() before step(), and check that the loss depends on the optimizers' parameters",
                 stacklevel=3,
             )
-
-    def _hysteresis_left(self, found_inf: Tensor) -> Tensor:
-        """Updates the count that decides whether an overflow reduces the scale, and returns it.
-
-        The count starts at `hysteresis`. An overflow lowers it by 1. If it is then 0 or less, this overflow reduces the
-        scale. An iteration without overflow sets the count back to `hysteresis`.
-        """
-        assert self._hysteresis_tracker is not None  # allocated with the scale
-        full = torch.full_like(self._hysteresis_tracker, self._hysteresis)
-        return self._hysteresis_tracker.copy_(torch.where(found_inf != 0, self._hysteresis_tracker - 1, full))
 
     # ------------------------------------------------------------------------------------------------- checkpoints
     def state_dict(self) -> dict[str, Any]:
@@ -688,8 +619,8 @@ class GradScaler(torch.amp.GradScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of torch's scaler.
 
-        A state dict of torch's scaler lacks the bounds, the hysteresis and the count of skipped steps. If such a state
-        dict is loaded, bounds and hysteresis stay as they are in this scaler, and the count starts at 0.
+        If a state dict of torch's scaler is loaded, bounds and hysteresis stay as they are in this scaler, its scale is
+        clamped to the bounds, and the count of skipped steps starts at 0.
 
         Args:
             state_dict: What `state_dict()` returned.
@@ -711,10 +642,7 @@ class GradScaler(torch.amp.GradScaler):
             self._load(self._check_state_dict("GradScaler.load_state_dict", state_dict))
 
     def _check_state_dict(self, caller: str, state_dict: Any) -> dict[str, Any]:
-        """Returns all values that `_load` needs, or raises an error.
-
-        A state dict of torch's scaler lacks the bounds and the hysteresis. They are then taken from this scaler.
-        """
+        """Returns all values that `_load` needs, or raises an error."""
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"{caller}: state_dict must be a dict, got a {type(state_dict).__name__}")
         if not state_dict:

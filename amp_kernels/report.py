@@ -14,6 +14,10 @@ import torch
 import amp_kernels
 
 
+class CannotRun(Exception):
+    """A command cannot do its work. The message is a sentence for the user."""
+
+
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table as text. The package tabulate formats it. Without tabulate, columns are padded with spaces."""
     try:
@@ -40,11 +44,8 @@ def environment() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """Return the commit, such as ", commit 1a2b3c4". Return "" if the folder above the package is not a git clone.
-
-    Without the check for `.git`, git would also find a repository in a folder further up. That can be another project,
-    for example one with a virtual environment in which this package is installed.
-    """
+    """Return the commit, such as ", commit 1a2b3c4". Return "" if the folder above the package is not a git clone."""
+    # git alone would also find a repository further up, such as a project with this package in its virtual environment.
     clone = Path(amp_kernels.__path__[0]).resolve().parent
     if not (clone / ".git").exists():
         return ""

@@ -15,11 +15,9 @@ from torch.utils import _python_dispatch
 
 
 def tensor_exchange_api() -> Any:
-    """Return the capsule of DLPack's C functions, or None if torch has none.
+    """Return the capsule of DLPack's C functions, with which C++ reads tensors in a step (optim/_sweep.py).
 
-    `amp_kernels._C` uses these functions in the sweep of an optimizer's step, which reads the addresses and dtypes of
-    all tensors (optim/_sweep.py). For a thousand parameters, a sweep with these functions takes a twelfth of the time
-    that a sweep in Python takes. Without the capsule the sweep is done in Python.
+    If torch has none, the answer is None. The step then reads tensors in Python, which takes twelve times as long.
     """
     return getattr(Tensor, "__dlpack_c_exchange_api__", None)
 
@@ -28,10 +26,7 @@ def are_functorch_transforms_active() -> bool:
     """Return whether a transform of `torch.func` is active.
 
     Inside a transform, an autograd function that has no rule for this transform raises an error. There, this package
-    calls torch's own operators instead of its autograd functions.
-
-    If torch cannot tell whether a transform is active, the answer is True. Products of floats, for example, are then
-    always computed by torch. Their results are correct inside and outside of a transform.
+    calls torch's own operators instead of its autograd functions. If torch cannot tell, the answer is True.
     """
     ask = getattr(torch._C, "_are_functorch_transforms_active", None)
     return ask is None or ask()
@@ -40,8 +35,7 @@ def are_functorch_transforms_active() -> bool:
 def is_transformed() -> bool:
     """Return whether a transform of `torch.func` or forward-mode differentiation is active.
 
-    If an autograd function has no rule for the transform or for forward mode, it raises an error there, or returns a
-    derivative of 0. If torch cannot tell whether a transform is active, the answer is True.
+    An autograd function without a rule for forward mode may return a derivative of 0.
     """
     return are_functorch_transforms_active() or getattr(forward_ad, "_current_level", 0) >= 0
 
@@ -58,8 +52,7 @@ def is_in_backward() -> bool:
 def has_global_hooks() -> bool:
     """Return whether torch has hooks for the calls of all modules, as counters of operations register them.
 
-    If so, an `nn.Sequential` with int8 layers calls each of its layers as a module. If torch cannot tell, the answer is
-    True.
+    An `nn.Sequential` with int8 layers then calls each layer as a module. If torch cannot tell, the answer is True.
     """
     ask = getattr(torch.nn.modules.module, "_has_any_global_hook", None)
     return ask is None or bool(ask())
@@ -76,10 +69,9 @@ def note_skipped_step(optimizer: Any) -> None:
 
 
 def dispatch_modes() -> list[Any] | None:
-    """Return the dispatch modes of this thread, the innermost last. If torch has no function for it, return None.
+    """Return the dispatch modes of this thread, the innermost last, among them that of `use_backend`.
 
-    `amp_kernels.use_backend` enters such a mode. `amp_kernels.backends.forced` finds the mode in this list. If the list
-    is None, a forced backend does not reach autograd's threads.
+    If torch has no function for it, the answer is None. A forced backend then does not reach autograd's threads.
     """
     ask = getattr(_python_dispatch, "_get_current_dispatch_mode_stack", None)
     return None if ask is None else ask()
@@ -93,11 +85,9 @@ no_torch_function = getattr(torch._C, "_disabled_torch_function_impl", None)
 def wrapper_tensor(kind: type[Any], like: Tensor, dtype: torch.dtype) -> Any:
     """Return a tensor of class `kind` with the shape, strides and device of `like`, but without memory.
 
-    If torch has the function `_set_throw_on_mutable_data_ptr`, C code that reads the memory of this tensor raises an
-    error. In a torch without that function, such code would read from address 0.
-
-    If torch cannot make such tensors, None is returned. The weight of an int8 layer is then dequantized whenever it is
-    read.
+    C code that reads the memory of this tensor raises an error, or, in a torch without the function
+    `_set_throw_on_mutable_data_ptr`, reads from address 0. If torch cannot make such tensors, None is returned. The
+    weight of an int8 layer is then dequantized whenever it is read.
     """
     make = getattr(Tensor, "_make_wrapper_subclass", None)
     if make is None or no_torch_function is None:
@@ -113,13 +103,9 @@ def wrapper_tensor(kind: type[Any], like: Tensor, dtype: torch.dtype) -> Any:
 def _mixes_rows() -> bool:
     """Return whether a NaN in one row of the left matrix reaches other rows of torch's bf16 product on this CPU.
 
-    Let the left matrix be [M, K]. If K is not a multiple of 32, torch may read past the end of a row of that matrix,
-    into the next row, and multiply what it reads there by 0. A NaN or inf times 0 is NaN. So if the next row has a
-    NaN or inf, the result for this row becomes NaN. On a CPU with AMX, torch 2.13 does this if M is at least 17, for
-    most K that are not multiples of 32, for example for 33 and 1000. torch 2.11 does not.
-
-    Without AMX the answer is False. With AMX, or if torch cannot tell whether the CPU has AMX, a product is tried. If
-    this package is imported in a mode that makes fake tensors, that product has no values. The answer is then True.
+    Let the left matrix be [M, K]. On a CPU with AMX, torch 2.13 reads past the end of a row, into the next row, and
+    multiplies what it reads there by 0, which is NaN for NaN and inf. It does so if M is at least 17, for most K that
+    are not multiples of 32, for example for 33 and 1000. torch 2.11 does not.
     """
     has_amx = getattr(torch.cpu, "_is_amx_tile_supported", None)
     if has_amx is not None and not has_amx():

@@ -22,17 +22,7 @@ __all__ = ["FusedAcceleratedOptimizer", "FusedAccelerator", "FusedGradScalerKwar
 class FusedGradScalerKwargs(_GradScalerKwargs):
     """accelerate's `GradScalerKwargs` with `min_scale`, `max_scale` and `hysteresis` of `amp_kernels.GradScaler`.
 
-    Only `FusedAccelerator` takes this handler. `FusedAccelerator` takes accelerate's own `GradScalerKwargs` too.
-
-    Attributes:
-        init_scale: As in accelerate.
-        growth_factor: As in accelerate.
-        backoff_factor: As in accelerate.
-        growth_interval: As in accelerate.
-        enabled: As in accelerate.
-        min_scale: As in `amp_kernels.GradScaler`.
-        max_scale: As in `amp_kernels.GradScaler`.
-        hysteresis: As in `amp_kernels.GradScaler`.
+    Only `FusedAccelerator` takes this handler. Its other arguments are those of `amp_kernels.GradScaler`.
 
     Examples:
         >>> from amp_kernels.integrations.accelerate import FusedGradScalerKwargs
@@ -49,8 +39,7 @@ class FusedAcceleratedOptimizer(AcceleratedOptimizer):
     """The wrapper that `FusedAccelerator.prepare` puts around a fused optimizer. Its step does not wait.
 
     accelerate finds out whether a step was skipped by wrapping `optimizer.step`. A wrapped step makes the scaler wait
-    for the device, and read and write the gradients once more. This class leaves the step as it is. The host waits
-    only when `step_was_skipped` is read. A scheduler that was prepared too reads it in each of its steps.
+    for the device. This class leaves the step as it is. The host waits only when `step_was_skipped` is read.
 
     Args:
         optimizer: An optimizer of `amp_kernels.optim`.
@@ -75,14 +64,7 @@ class FusedAcceleratedOptimizer(AcceleratedOptimizer):
         self.scaler = scaler
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Step unless gradients are being accumulated, and adapt the scale.
-
-        Args:
-            closure: Under a scaler it must be None, as in torch.
-
-        Raises:
-            RuntimeError: A closure was passed under a scaler.
-        """
+        """Step unless gradients are being accumulated, and adapt the scale. Under a scaler `closure` must be None."""
         if self.scaler is None or not self.gradient_state.sync_gradients:
             super().step(closure)
         else:
@@ -99,8 +81,7 @@ class FusedAccelerator(Accelerator):
     """An `accelerate.Accelerator` for the optimizers of `amp_kernels.optim`.
 
     With `mixed_precision="fp16"` it scales losses by an `amp_kernels.GradScaler`, which takes fp16 weights too. The
-    step of a fused optimizer then does not wait for the device. Everything else is as in accelerate. With FSDP and
-    with other optimizers, steps are taken as accelerate takes them. FSDP1 keeps its own scaler.
+    step of a fused optimizer then does not wait for the device, except with FSDP. FSDP1 keeps its own scaler.
 
     Args:
         *args: As in accelerate.
@@ -127,34 +108,18 @@ class FusedAccelerator(Accelerator):
         own: dict[str, Any] = {}
         for i, handler in enumerate(handlers):
             if isinstance(handler, FusedGradScalerKwargs):
-                handlers[i], own = _split(handler)
+                own = dict(handler.__dict__)
+                # accelerate looks up the exact class of a handler, so it refuses a subclass.
+                theirs = {field.name: own.pop(field.name) for field in fields(_GradScalerKwargs)}
+                handlers[i] = _GradScalerKwargs(**theirs)
         super().__init__(*args, kwargs_handlers=handlers, **kwargs)
         self.scaler = fused_scaler(self, **own)
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """Wrap an optimizer, as in accelerate.
-
-        Args:
-            optimizer: Any optimizer.
-            device_placement: As in accelerate.
-
-        Returns:
-            A `FusedAcceleratedOptimizer` if `optimizer` is fused and the accelerator has a scaler, otherwise what
-                accelerate returns.
-        """
+        """Wrap an optimizer as in accelerate, or in a `FusedAcceleratedOptimizer` if it is fused, under a scaler."""
         return super().prepare_optimizer(accelerated(self, optimizer, device_placement), device_placement)
-
-
-def _split(handler: FusedGradScalerKwargs) -> tuple[_GradScalerKwargs, dict[str, Any]]:
-    """Returns the handler that accelerate takes, and the options that it has no name for.
-
-    accelerate looks up the exact class of a handler, so it refuses a subclass.
-    """
-    values = dict(handler.__dict__)
-    theirs = {field.name: values.pop(field.name) for field in fields(_GradScalerKwargs)}
-    return _GradScalerKwargs(**theirs), values
 
 
 def fused_scaler(accelerator: Accelerator, **options: Any) -> Any:
@@ -182,8 +147,7 @@ def accelerated(
 ) -> torch.optim.Optimizer:
     """Returns a `FusedAcceleratedOptimizer` around a fused optimizer, which `accelerator.prepare` leaves as it is.
 
-    Returns `optimizer` itself if it is not fused, or if accelerate's own wrapper serves: there is no scaler of
-    amp_kernels, or the model is FSDP's, whose preparation exchanges the parameters.
+    Returns `optimizer` if it is not fused, without a scaler of amp_kernels, and under FSDP, which exchanges parameters.
     """
     is_fsdp = accelerator.distributed_type == DistributedType.FSDP
     if is_fsdp or not isinstance(optimizer, FusedOptimizer) or not isinstance(accelerator.scaler, GradScaler):

@@ -80,12 +80,11 @@ def initialize(
     """Prepare models and optimizers for mixed precision, in place.
 
     Pass all models and optimizers in one call, before a model is wrapped in DistributedDataParallel or DataParallel.
-    After this call each model casts its inputs as the level says, and its outputs to fp32. A torch optimizer becomes a
-    fused one. It stays the same object with the same groups and state, so learning rate schedulers keep working.
+    After this call each model casts as the level says. A torch optimizer becomes a fused one. It stays the same object
+    with the same groups and state, so learning rate schedulers keep working.
 
     Another call replaces the loss scales and the level. An optimizer that is passed again keeps its state and masters.
-    A new optimizer has no masters yet. For weights that stay fp16, its masters start from the fp16 values. `scale_loss`
-    accepts only optimizers from the last call.
+    `scale_loss` accepts only optimizers from the last call.
 
     Args:
         models: A module or a list of modules. Floating-point parameters and buffers must be fp32, except in a module
@@ -96,14 +95,11 @@ def initialize(
         keep_batchnorm_fp32: True or False (or `"True"`, `"False"`) replaces the setting of the level. Must be
             None at O1.
         loss_scale: `"dynamic"`, or a fixed number (also as a string), replaces the setting of the level. At a fixed
-            scale of 1 gradients are neither checked for NaN and inf nor cast to fp32. At any other fixed scale, and
-            with `"dynamic"`, a step is skipped if a gradient holds NaN or inf.
+            scale of 1 gradients are neither checked for NaN and inf nor cast to fp32.
         num_losses: Number of loss scales; `scale_loss` chooses one by its `loss_id`.
-        verbosity: 0 prints nothing. 1 or more prints one line on rank 0, with the level, dtypes, the loss scale and the
-            replaced optimizers.
+        verbosity: 0 prints nothing. 1 or more prints one line on rank 0.
         min_loss_scale: Lower bound of a dynamic scale.
-        max_loss_scale: Upper bound of a dynamic scale. Within its bounds, a dynamic scale starts at 65536, halves at an
-            overflow, and doubles after 2000 steps in a row without an overflow.
+        max_loss_scale: Upper bound of a dynamic scale.
         **unknown: Any other argument raises a TypeError, even if Apex has an argument of this name.
 
     Returns:
@@ -111,8 +107,8 @@ def initialize(
 
     Raises:
         TypeError: An argument has a wrong type or an unknown name, a parameter or buffer has a wrong dtype, a model is
-            wrapped for data parallelism, or a `forward` was assigned to a model or a `step` to an optimizer. (A `step`
-            that torch wrapped and assigned is accepted.) Nothing was modified.
+            wrapped for data parallelism, or a `forward` was assigned to a model or a `step` to an optimizer. Nothing
+            was modified.
         ValueError: An argument has a wrong value. Nothing was modified.
 
     Examples:
@@ -168,12 +164,9 @@ def initialize(
 def scale_loss(loss: Tensor, optimizers: Any, loss_id: int = 0, **unknown: Any) -> Iterator[Tensor]:
     """Scale a loss for the backward pass inside a `with` block, and unscale the gradients at the end of the block.
 
-    At the end of the block the gradients are unscaled in fp32 and the scale is adapted. If a gradient holds NaN or inf,
-    the next `step()` of the optimizers is skipped. Clip gradients between the block and the step.
-
-    The new gradients are added to those from before the block. Several blocks may therefore come before one step. If
-    there was an overflow in one of them, the step is skipped. Nothing here waits for the device. At a fixed scale of 1
-    gradients are left unchanged.
+    At the end of the block the gradients are unscaled in fp32, added to those from before the block, and the scale is
+    adapted. If a gradient holds NaN or inf, the next `step()` of the optimizers is skipped. Clip gradients between the
+    block and the step. Nothing here waits for the device. At a fixed scale of 1 gradients are left unchanged.
 
     Args:
         loss: 0-dim, of any dtype. It is scaled in fp32.
@@ -302,10 +295,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
 
 
 def _scale_and_counts(saved: Any) -> dict[str, Any]:
-    """Return the saved scale and counts of one loss, under the names in a state dict of `GradScaler`.
-
-    Return {} if the scale or the count of steps without overflow (`_growth_tracker`) is missing.
-    """
+    """Return the saved scale and counts of one loss, as in a state dict of `GradScaler`. {} if one is missing."""
     if not isinstance(saved, Mapping):
         return {}
     if {"loss_scale", "unskipped"} <= saved.keys():  # saved by Apex
@@ -387,10 +377,7 @@ def _check_model(name: str, model: torch.nn.Module) -> None:
 
 
 def _check_fp32(name: str, tensor: Tensor, is_cast: bool) -> None:
-    """Raise TypeError if `tensor` is floating-point and not fp32. If `is_cast`, fp16 is accepted.
-
-    `is_cast` means that the tensor belongs to a model from an earlier `initialize`.
-    """
+    """Raise TypeError if `tensor` has another dtype. `is_cast`: an earlier `initialize` may have made it fp16."""
     if is_cast and tensor.dtype is torch.float16:
         return
     if tensor.is_floating_point() and tensor.dtype is not torch.float32:
@@ -401,10 +388,7 @@ def _check_fp32(name: str, tensor: Tensor, is_cast: bool) -> None:
 
 
 def _check_optimizer(name: str, optimizer: torch.optim.Optimizer, cast: Collection[int]) -> None:
-    """Raise an error if `optimizer` cannot be used.
-
-    `cast` holds the ids of the parameters of models from an earlier `initialize`. These parameters may be fp16.
-    """
+    """Raise an error if `optimizer` cannot be used. `cast`: ids of parameters that may be fp16."""
     if not isinstance(optimizer, FusedOptimizer) and type(optimizer) not in _REPLACED:
         raise TypeError(
             f"amp.initialize: {name} must be an SGD, RMSprop, Adam or AdamW of torch.optim or one of "
@@ -479,9 +463,7 @@ def _summary(opt_level: str, level: _Level, optimizers: Sequence[torch.optim.Opt
 def _cast_weights(model: torch.nn.Module, level: _Level, optimizers: Mapping[int, FusedOptimizer]) -> None:
     """Cast a model to the level's dtypes. Parameters stay the same objects, since optimizers hold them.
 
-    An earlier call may have made a parameter fp16. If this call makes it fp32 again, and an optimizer keeps its master,
-    the parameter gets the value of the master. `optimizers` maps the id of a parameter to the optimizer that keeps
-    its master.
+    `optimizers`, by ids of parameters, keep the masters, which the parameters get if they become fp32 again.
     """
     for module in model.modules():
         dtype = torch.float32 if level.keep_batchnorm_fp32 and isinstance(module, _BATCH_NORMS) else level.dtype
@@ -494,9 +476,7 @@ def _cast_weights(model: torch.nn.Module, level: _Level, optimizers: Mapping[int
             if buffer.is_floating_point() and buffer.dtype is not dtype:
                 setattr(module, name, buffer.to(dtype))
         if is_changed and isinstance(module, torch.nn.RNNBase):
-            # Each weight was cast into memory of its own. `flatten_parameters` puts all weights of the module into one
-            # block of memory, for cuDNN.
-            module.flatten_parameters()
+            module.flatten_parameters()  # into one block of memory, for cuDNN
 
 
 def _ours(optimizer: torch.optim.Optimizer) -> FusedOptimizer:
@@ -519,10 +499,7 @@ def _ours(optimizer: torch.optim.Optimizer) -> FusedOptimizer:
 
 
 class _Idle(torch.optim.lr_scheduler.LRScheduler):
-    """Wraps the step of an optimizer as any scheduler of torch does, and changes nothing else.
-
-    A scheduler that was made before `initialize` would otherwise warn that the step "has been overridden".
-    """
+    """Wraps the step of an optimizer. A scheduler that was made before would else warn that it was overridden."""
 
     def step(self, epoch: int | None = None) -> None:
         pass
@@ -533,11 +510,8 @@ class _Idle(torch.optim.lr_scheduler.LRScheduler):
 def _casting(model_class: Any, dtype: torch.dtype, autocast: bool) -> Any:
     """Return a subclass of `model_class` whose forward casts.
 
-    The forward casts its outputs to fp32. With `autocast` it runs under torch.autocast. Otherwise it casts its inputs
-    to `dtype`.
-
-    The forward is in a class, because a forward that is assigned to a model would be bound to that model. Copies of the
-    model, and the replicas that DataParallel makes, would then compute with the weights of the original.
+    A forward that is assigned to a model would be bound to that model. Copies of the model, and the replicas that
+    DataParallel makes, would then compute with the weights of the original.
     """
 
     @functools.wraps(model_class.forward)
@@ -548,20 +522,8 @@ def _casting(model_class: Any, dtype: torch.dtype, autocast: bool) -> Any:
         with torch.autocast(_device_type(self, args, kwargs.values()), torch.float16):
             return _cast(model_class.forward(self, *args, **kwargs), torch.float32)
 
-    def reduced(self: torch.nn.Module, protocol: Any) -> Any:
-        made_by, arguments, *rest = super(casting, self).__reduce_ex__(protocol)
-        if arguments == (casting,):  # pickle would look for `casting` in a module, and no module has it
-            made_by, arguments = _new_casting, (model_class, dtype, autocast)
-        return made_by, arguments, *rest
-
-    members = {
-        "forward": forward,
-        "__reduce_ex__": reduced,
-        "__module__": model_class.__module__,
-        _PLAIN_CLASS: model_class,
-    }
-    casting: Any = type(model_class.__name__, (model_class,), members)
-    return casting
+    members = {"forward": forward, "__module__": model_class.__module__, _PLAIN_CLASS: model_class}
+    return type(model_class.__name__, (model_class,), members)
 
 
 def _plain_class(model: torch.nn.Module) -> Any:
@@ -569,36 +531,30 @@ def _plain_class(model: torch.nn.Module) -> Any:
     return vars(type(model)).get(_PLAIN_CLASS, type(model))
 
 
-def _new_casting(model_class: Any, dtype: torch.dtype, autocast: bool) -> torch.nn.Module:
-    casting = _casting(model_class, dtype, autocast)
-    return casting.__new__(casting)
-
-
 def _device_type(model: torch.nn.Module, args: Iterable[Any], more: Iterable[Any]) -> str:
-    """Return the type of the device that a model computes on.
-
-    The replicas that DataParallel makes have no parameters. For these, a tensor among the arguments decides.
-    """
+    """Return the type of the model's device. Replicas of DataParallel have no parameters: an argument decides."""
     tensors = (t for t in itertools.chain(model.parameters(), args, more) if isinstance(t, Tensor))
     return next((t.device.type for t in tensors), "cpu")
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Cast floating-point tensors to `dtype`, also those in dicts, lists and tuples. Modules are not cast.
-
-    If there is nothing to cast in `value`, return `value` itself.
-    """
+    """Cast floating-point tensors, also in dicts, lists and tuples. Return `value` itself if there is none to cast."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return _with_entries(value, {key: _cast(v, dtype) for key, v in value.items()})
-    if isinstance(value, list):
-        return _with_entries(value, {i: _cast(v, dtype) for i, v in enumerate(value)})
-    if isinstance(value, tuple):
-        entries = [_cast(v, dtype) for v in value]
-        if all(map(operator.is_, entries, value)):
+    if isinstance(value, (dict, list)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        entries = {key: _cast(v, dtype) for key, v in items}
+        if all(new is value[key] for key, new in entries.items()):
             return value
-        return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
+        result = copy.copy(value)
+        for key, new in entries.items():
+            result[key] = new
+        return result
+    if isinstance(value, tuple):
+        members = [_cast(v, dtype) for v in value]
+        if all(map(operator.is_, members, value)):
+            return value
+        return type(value)(*members) if hasattr(value, "_fields") else type(value)(members)
     if not isinstance(value, torch.nn.Module) and (dataclasses.is_dataclass(value) or hasattr(value, "to")):
         _refuse_to_cast(value, dtype)
     return value
@@ -618,19 +574,6 @@ def _refuse_to_cast(value: Any, dtype: torch.dtype) -> None:
             )
 
 
-def _with_entries(container: Any, entries: dict[Any, Any]) -> Any:
-    """Return a copy of a dict or list, of the same class, with these entries.
-
-    If no entry is new, return `container` itself.
-    """
-    if all(new is container[key] for key, new in entries.items()):
-        return container
-    result = copy.copy(container)
-    for key, new in entries.items():
-        result[key] = new
-    return result
-
-
 # ---------------------------------------------------------------------------------------------------- a training step
 def _unscale(scaler: GradScaler, optimizers: Sequence[FusedOptimizer], params: Sequence[Tensor]) -> None:
     grads = [(p, p.grad) for p in params if p.grad is not None]
@@ -648,9 +591,8 @@ def _unscale(scaler: GradScaler, optimizers: Sequence[FusedOptimizer], params: S
     found_inf = scaler._found_inf()
     assert found_inf is not None  # there was a gradient
     for optimizer in optimizers:
-        # `step()` reads the attribute `found_inf`, as under torch's scaler. `_take_verdict` deletes the attribute
-        # after the step. Its value must not be the scaler's own flag, since the next check clears that flag. So the
-        # value is a copy of the flag or, if an earlier block has set a value, the sum of that value and the flag.
+        # `step()` reads the attribute `found_inf`, as under torch's scaler. It must not be the scaler's own flag, since
+        # the next check clears that flag.
         earlier = optimizer.__dict__.get("found_inf")
         optimizer.found_inf = found_inf.clone() if earlier is None else found_inf + earlier
         own = next((p.grad for p in master_params(optimizer) if p.grad is not None), None)
@@ -670,18 +612,14 @@ def _is_under_a_scaler(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _has_scaled(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether gradients of the last `scale_loss` block are still there, perhaps with others added to them.
-
-    False after `zero_grad`, which drops them.
-    """
+    """Whether gradients of the last `scale_loss` block are still there, perhaps with others added to them."""
     return any(p.grad is not None and p.grad in _scaled for p in master_params(optimizer))
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Check the gradients of this step if those that `scale_loss` has checked were thrown away.
+    """Check the gradients of this step if those that `scale_loss` has checked were thrown away by `zero_grad`.
 
-    Without this an overflow in a block, after which `zero_grad` was called instead of `step`, would skip a step without
-    `scale_loss`. (`scale_loss` itself forgets such an overflow.)
+    Without this an overflow in the block would skip a step without `scale_loss`.
     """
     if "found_inf" in vars(optimizer) and not _is_under_a_scaler(optimizer) and not _has_scaled(optimizer):
         assert isinstance(optimizer, FusedOptimizer)

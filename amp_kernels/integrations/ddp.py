@@ -21,16 +21,15 @@ def fp32_accumulation(model: DistributedDataParallel) -> Iterator[None]:
 
     DDP averages gradients in the dtype of their parameters, and refuses fp32 gradients of 16-bit weights. In this block
     DDP averages nothing (`no_sync`), and torch's `grad_dtype` has autograd add up in fp32. When the block ends, each
-    parameter has the mean of all processes in its fp32 `grad`. The optimizers of `amp_kernels` take such gradients. No
-    process waits for its device, unless the model was made with ``find_unused_parameters=True``.
+    parameter has the mean of all processes in its fp32 `grad`. No process waits for its device, unless the model was
+    made with ``find_unused_parameters=True``.
 
-    Forward and backward passes of all micro-batches belong in the block. The step of the optimizer comes after it. Use
-    the block in every iteration: outside of it DDP refuses the fp32 gradients. Under a scaler, scale the losses in the
-    block as usual. The averages run after the last backward pass, so they do not overlap with it, and a communication
-    hook of the model is not called. If an error leaves the block, nothing is averaged.
+    Forward and backward passes of all micro-batches belong in the block, in every iteration. The step of the optimizer
+    comes after it. The averages do not overlap with the backward pass, and a communication hook of the model is not
+    called. If an error leaves the block, nothing is averaged.
 
     Memory: 4 bytes per parameter for the gradients of 16-bit weights (2 without the block), and 25 MB during the
-    averages. A larger gradient is averaged in place if it is contiguous, and copied if not.
+    averages.
 
     Args:
         model: A model of DDP, with fp16, bf16 or fp32 weights in any mix. Every process must use the block.
@@ -68,7 +67,8 @@ def fp32_accumulation(model: DistributedDataParallel) -> Iterator[None]:
             "fp32_accumulation: model must have static_graph=False, got True; DistributedDataParallel then supports no "
             "no_sync() in the first iteration"
         )
-    params = _trained(model)
+    named = model.module.named_parameters()
+    params = {name: p for name, p in named if p.requires_grad and name not in model.parameters_to_ignore}
     low = {name: p for name, p in params.items() if p.dtype in (torch.float16, torch.bfloat16)}
     for name, p in low.items():
         if p.grad is not None and p.grad.dtype is not torch.float32:
@@ -84,11 +84,6 @@ def fp32_accumulation(model: DistributedDataParallel) -> Iterator[None]:
     # As after a backward pass in which DDP averages: its next forward pass sends the buffers of the first process, such
     # as the running means of batch norms, to the others.
     model.require_forward_param_sync = True
-
-
-def _trained(model: DistributedDataParallel) -> dict[str, nn.Parameter]:
-    named = model.module.named_parameters()
-    return {name: p for name, p in named if p.requires_grad and name not in model.parameters_to_ignore}
 
 
 def _average(model: DistributedDataParallel, params: dict[str, nn.Parameter]) -> None:

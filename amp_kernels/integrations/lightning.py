@@ -2,15 +2,6 @@
 
 The classes are for the package `lightning`. The older package `pytorch_lightning` has other base classes, and its
 Trainer refuses them.
-
-Examples:
-    >>> from lightning import Trainer
-    >>> from amp_kernels.integrations.lightning import FusedEMA, FusedPrecision, OptimizerMonitor
-    >>> callbacks = [FusedEMA(decay=0.999), OptimizerMonitor()]
-    >>> plugin = FusedPrecision("bf16-true")
-    >>> trainer = Trainer(plugins=plugin, gradient_clip_val=1.0, callbacks=callbacks, accelerator="cpu")
-    >>> trainer.precision
-    'bf16-true'
 """
 
 from __future__ import annotations
@@ -28,12 +19,12 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from ..grad_scaler import GradScaler
 from ..optim import ema_
 from ..optim._base import FusedOptimizer
+from ..optim.averages import check_decay
 
 __all__ = ["FusedEMA", "FusedPrecision", "OptimizerMonitor"]
 
@@ -45,34 +36,10 @@ _KEY_OF_LIGHTNING = MixedPrecision.__qualname__
 class FusedPrecision(MixedPrecision):
     """Precision plugin for `Trainer(plugins=...)` whose `gradient_clip_val` works with the fused optimizers.
 
-    Forward passes run as under the Trainer's ``precision`` of the same name. The plugin differs in two things:
-
-    - A fused optimizer clips by `gradient_clip_val` inside its step, as with `max_grad_norm`. No other pass over the
-      gradients is needed. Lightning's own mixed precision refuses to clip for them.
-    - fp16 uses `amp_kernels.GradScaler`, also with "16-true", for which Lightning has no scaler. Steps of a fused
-      optimizer do not wait for the device.
-
-    Torch clips in all other cases: `gradient_clip_algorithm="value"`, an overridden `configure_gradient_clipping`,
-    `self.clip_gradients`, DTensors (ModelParallelStrategy) and other optimizers. The scaler unscales the gradients
-    first, which takes one pass. It also unscales them if the module or a callback overrides `on_before_optimizer_step`,
-    because this hook may read them. Other hooks see scaled gradients with fp16. After the step gradients may be scaled
-    and unclipped, since a fused optimizer does not write them.
-
-    With "16-true" gradients are fp16, so unscaling loses values below 6e-8. To keep them, let the step clip and
-    override neither `on_before_optimizer_step` nor `configure_gradient_clipping`.
-
-    In manual optimization with fp16, step an optimizer right after its `clip_gradients`. If another backward pass or
-    the step of another optimizer comes first, that raises an error. Each step adapts the scale. So if two optimizers
-    step after one backward pass, the second may divide by another scale, as with Lightning's own plugin.
-
-    If `training_step` returns None under a scaler, there is no step. Gradients are then not clipped, and
-    `on_before_optimizer_step` is not called.
-
-    A fused optimizer may have a `max_grad_norm` of its own. The Trainer then must have the same `gradient_clip_val`, or
-    none.
-
-    The scaler is saved in checkpoints. Checkpoints of Lightning's own "16-mixed" load here, and those of this plugin
-    load there.
+    Forward passes run as under the Trainer's ``precision`` of the same name. A fused optimizer clips inside its step,
+    as with `max_grad_norm`. fp16 uses `amp_kernels.GradScaler`, also with "16-true", for which Lightning has no scaler.
+    The guide to trainers says when torch clips, which hooks see unscaled gradients, and what holds in manual
+    optimization.
 
     Args:
         precision: "16-mixed", "bf16-mixed", "16-true" or "bf16-true".
@@ -186,14 +153,13 @@ class FusedPrecision(MixedPrecision):
     ) -> None:
         """Lets the step clip if only Lightning's own `configure_gradient_clipping` would clip, by the norm.
 
-        Lightning calls this private method once before each step. `clip_gradients` may be called by other code too,
-        which then expects clipped gradients.
+        Lightning calls this once before each step. Other code may call `clip_gradients`, and expects clipped gradients.
         """
         is_lightnings = model.automatic_optimization and not is_overridden("configure_gradient_clipping", model)
         is_by_norm = gradient_clip_algorithm in (None, GradClipAlgorithmType.NORM)
         is_ours = isinstance(optimizer, FusedOptimizer)
         # With DTensors a step sees this rank's part of the gradients only.
-        if not clip_val or clip_val <= 0 or not (is_lightnings and is_by_norm and is_ours) or _is_sharded(optimizer):
+        if not clip_val or clip_val <= 0 or not (is_lightnings and is_by_norm and is_ours) or optimizer._has_dtensors():
             super()._clip_gradients(model, optimizer, clip_val, gradient_clip_algorithm)
         elif optimizer.max_grad_norm is None:
             optimizer.max_grad_norm, self._clipping = clip_val, optimizer
@@ -209,13 +175,7 @@ class FusedPrecision(MixedPrecision):
         clip_val: float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        """Clip gradients by torch, after unscaling. `self.clip_gradients` of a module calls this.
-
-        Args:
-            optimizer: The optimizer, or the object that `self.optimizers()` returns.
-            clip_val: The norm or value to clip by. 0 or less does not clip.
-            gradient_clip_algorithm: By the norm of all gradients, or each element by value.
-        """
+        """Clip gradients by torch, after unscaling. `self.clip_gradients` of a module calls this."""
         if isinstance(optimizer, LightningOptimizer):
             optimizer = optimizer.optimizer
         if clip_val > 0:
@@ -265,15 +225,10 @@ def _reads_gradients(module: LightningModule) -> bool:
     )
 
 
-def _is_sharded(optimizer: torch.optim.Optimizer) -> bool:
-    return any(isinstance(param, DTensor) for group in optimizer.param_groups for param in group["params"])
-
-
 class OptimizerMonitor(Callback):
     """Callback that logs the gradient norm, the loss scale and the number of skipped steps.
 
-    The values go through `log`, so they reach all loggers, every `log_every_n_steps` steps, and
-    `trainer.callback_metrics`. They stay on the device until Lightning logs them, so steps in between do not wait.
+    The values go through `log`. They stay on the device until Lightning logs them, so steps in between do not wait.
 
     - `grad_norm`: The norm before clipping. With several fused optimizers there is a `grad_norm-0`, a `grad_norm-1`
       and so on, in the order of `trainer.optimizers`. Logged if the step clips, or under `amp_kernels.GradScaler`.
@@ -306,22 +261,14 @@ class OptimizerMonitor(Callback):
 class FusedEMA(Callback):
     """Callback that keeps an exponential moving average of the masters, and evaluates with it.
 
-    Each step of a fused optimizer is followed by `amp_kernels.optim.ema_`. Skipped steps do not count, nor do batches
-    that only accumulate gradients. Validation, testing and prediction use the averages, rounded to the dtype of the
-    weights. Afterwards the weights and their masters have the same bits as before, so the training is the same with and
-    without this callback. After training the weights are those of the last step, not the averages.
-
-    The averages begin as the masters, or as the averages in the `ckpt_path` of `fit`. Evaluation of another checkpoint
-    uses the averages in this checkpoint. If there are none, it uses the weights. If you change weights yourself after
-    training, evaluate them with a Trainer that does not have this callback.
-
-    Buffers, such as the statistics of batch norm, are not averaged. The averages take 4 bytes per weight, and
-    evaluation takes one more copy of the weights.
+    Each step of a fused optimizer that was not skipped is followed by `amp_kernels.optim.ema_`. Validation, testing and
+    prediction use the averages, rounded to the dtype of the weights. Afterwards weights and masters have the same bits
+    as before. The averages take 4 bytes per weight, and evaluation takes one more copy of the weights. Buffers are not
+    averaged.
 
     A checkpoint holds the averages in fp32 as `checkpoint["ema_state_dict"]`, by the names of the module's parameters.
-    `module.load_state_dict(checkpoint["ema_state_dict"], strict=False)` loads them. With `save_weights_only=True`
-    Lightning calls no callback, so the file lacks them. If `validation_step` calls
-    `trainer.save_checkpoint(path, weights_only=True)`, the file has the rounded averages as `state_dict`.
+    `module.load_state_dict(checkpoint["ema_state_dict"], strict=False)` loads them. The guide to trainers says which
+    averages a run begins with, and what evaluation of another checkpoint uses.
 
     Args:
         decay: From 0 to 1. Averages become `decay * average + (1 - decay) * master`.
@@ -339,10 +286,7 @@ class FusedEMA(Callback):
     """
 
     def __init__(self, decay: float = 0.999) -> None:
-        if isinstance(decay, bool) or not isinstance(decay, (int, float)):
-            raise TypeError(f"FusedEMA: decay must be a number from 0 to 1, got {decay!r}")
-        if not 0 <= decay <= 1:
-            raise ValueError(f"FusedEMA: decay must be a number from 0 to 1, got {decay!r}")
+        check_decay("FusedEMA", decay)
         self.decay = decay
         self._averages: dict[Tensor, Tensor] = {}  # by parameter
         self._weights: dict[Tensor, Tensor] = {}  # what the weights were, while the averages are in their place
@@ -365,7 +309,7 @@ class FusedEMA(Callback):
                     f"FusedEMA: optimizers must be of amp_kernels.optim, got a {type(optimizer).__name__}; use "
                     "lightning.pytorch.callbacks.EMAWeightAveraging"
                 )
-            if _is_sharded(optimizer):
+            if optimizer._has_dtensors():
                 raise TypeError(
                     "FusedEMA: parameters must not be sharded, got a DTensor; call amp_kernels.optim.ema_ in the module"
                 )
@@ -396,32 +340,9 @@ class FusedEMA(Callback):
         _remove(self._handles)
 
     # ----------------------------------------------------------------------------------------------------- evaluation
+    @torch.no_grad()
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put the averages in place of the weights."""
-        self._put_in(trainer, pl_module)
-
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put the averages in place of the weights."""
-        self._put_in(trainer, pl_module)
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put the averages in place of the weights."""
-        self._put_in(trainer, pl_module)
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put the weights back. Lightning calls this before the callbacks that save checkpoints."""
-        self._put_back()
-
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put the weights back."""
-        self._put_back()
-
-    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put the weights back."""
-        self._put_back()
-
-    @torch.no_grad()
-    def _put_in(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Not in `setup`, where `ckpt_path` is that of the run before.
         if trainer.state.fn != TrainerFn.FITTING and trainer.ckpt_path:
             self._averages = {}  # they belong to other weights
@@ -433,6 +354,13 @@ class FusedEMA(Callback):
             before = optimizer.register_state_dict_pre_hook(lambda _: self._write(self._weights))
             after = optimizer.register_state_dict_post_hook(lambda *_: self._write(self._averages))
             self._handles_of_evaluation += [before, after]
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Put the weights back. Lightning calls this before the callbacks that save checkpoints."""
+        self._put_back()
+
+    on_test_start = on_predict_start = on_validation_start
+    on_test_end = on_predict_end = on_validation_end
 
     @torch.no_grad()
     def _write(self, values: dict[Tensor, Tensor]) -> None:

@@ -2,11 +2,7 @@
 
 Importing this module registers ``fused-sgd``, ``fused-momentum``, ``fused-rmsprop``, ``fused-adam`` and
 ``fused-adamw``. Arguments, parameter groups and defaults are those of timm's names without ``fused-``. There are two
-more arguments, `max_grad_norm` and `state_dtype`. A `state_dtype` may be text, for example "int8", so that timm's
-training script accepts ``--opt fused-adamw --opt-kwargs state_dtype=int8 max_grad_norm=1.0``.
-
-``fused_adamw`` works too. Without this import timm silently makes torch's AdamW of ``fused_adamw``, since it uses only
-the last part of a name with underscores. ``fused-adamw`` is then an error.
+more arguments, `max_grad_norm` and `state_dtype`.
 
 Examples:
     >>> import timm, amp_kernels.integrations.timm
@@ -32,19 +28,18 @@ from timm.optim._optim_factory import default_registry
 from torch import Tensor, nn
 
 from ..grad_scaler import GradScaler
-from ..optim import ema_
+from ..optim import FusedAdam, FusedAdamW, FusedRMSprop, FusedSGD, ema_
 from ..optim._base import FusedOptimizer
-from ._names import OPTIMIZERS
 
 __all__ = ["ModelEma", "NativeScaler"]
 
 # timm's names, and the optimizers that take their place. In timm "sgd" has Nesterov momentum, "momentum" has not.
 _COUNTERPARTS = {
-    "sgd": "fused_sgd",
-    "momentum": "fused_sgd",
-    "rmsprop": "fused_rmsprop",
-    "adam": "fused_adam",
-    "adamw": "fused_adamw",
+    "sgd": FusedSGD,
+    "momentum": FusedSGD,
+    "rmsprop": FusedRMSprop,
+    "adam": FusedAdam,
+    "adamw": FusedAdamW,
 }
 # The options of ModelEmaV3 that ModelEma takes. The others choose a dtype, a device and how to compute.
 _EMA_OPTIONS = (
@@ -55,11 +50,8 @@ _EMA_OPTIONS = (
 class NativeScaler(utils.NativeScaler):
     """`timm.utils.NativeScaler` with `amp_kernels.GradScaler`, for fp16 weights and steps without waiting.
 
-    A call scales the loss, runs the backward pass, steps the optimizer and updates the scale. timm's class raises an
-    error if weights are fp16 and `clip_grad` is given.
-
-    `clip_grad` needs more passes over the gradients. The `max_grad_norm` of a fused optimizer clips by the same norm
-    without them.
+    timm's class raises an error if weights are fp16 and `clip_grad` is given. The `max_grad_norm` of a fused optimizer
+    clips by the same norm, without the passes over the gradients that `clip_grad` needs.
 
     Args:
         device: The type of the device that the loss is on, such as "cuda" or "cpu".
@@ -83,11 +75,8 @@ class NativeScaler(utils.NativeScaler):
 class ModelEma(utils.ModelEmaV3):
     """`timm.utils.ModelEmaV3` that averages the fp32 masters of a fused optimizer.
 
-    `ModelEmaV3` averages the 16-bit weights themselves, which are rounded masters. This class calls
-    `amp_kernels.optim.ema_`: one launch for all weights of a dtype, and no change after a step that a scaler skipped.
-    The averages are fp32, 4 bytes per parameter, and lie on the device of the model.
-
-    ``ema.module`` is the averaged model, in fp32. `timm.utils.CheckpointSaver` saves it as ``state_dict_ema``.
+    It calls `amp_kernels.optim.ema_`, so nothing changes after a step that a scaler skipped. ``ema.module`` is the
+    averaged model, in fp32, on the device of the model. `timm.utils.CheckpointSaver` saves it as ``state_dict_ema``.
 
     Args:
         model: The model, before it is wrapped by DistributedDataParallel or compiled. The averages start at its
@@ -139,19 +128,6 @@ class ModelEma(utils.ModelEmaV3):
         Raises:
             ValueError: The optimizer trains a parameter that `model` does not hold. Or `model` has other shapes or
                 another number of parameters and buffers than the averaged model. Nothing was modified.
-
-        Examples:
-            >>> import amp_kernels.integrations.timm
-            >>> model = torch.nn.Linear(1, 1, bias=False)
-            >>> _ = torch.nn.init.zeros_(model.weight)
-            >>> optimizer = amp_kernels.optim.FusedSGD(model.parameters(), lr=1.0)
-            >>> ema = amp_kernels.integrations.timm.ModelEma(model, optimizer, decay=0.75)
-            >>> for step in (1, 2):
-            ...     model.weight.grad = -torch.ones(1, 1)
-            ...     optimizer.step()
-            ...     ema.update(model, step)
-            >>> ema.module.weight.item()  # the decay of step 1 is 0
-            1.25
         """
         decay = self.get_decay(step)
         if _shapes(model) != _shapes(self.module):
@@ -186,10 +162,7 @@ def _follow(average: Tensor, value: Tensor, decay: float) -> None:
 
 
 def _accept_underscore(create: Callable[..., torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
-    """Wraps the registry's `create_optimizer`, so that ``fused_adamw`` is ``fused-adamw``.
-
-    timm takes the last part of a name with underscores: it would make torch's AdamW of ``fused_adamw``.
-    """
+    """Wraps the registry's `create_optimizer`, so that ``fused_adamw`` is ``fused-adamw``, and not torch's AdamW."""
 
     @functools.wraps(create)
     def create_optimizer(model_or_params: Any, opt: str, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
@@ -205,8 +178,8 @@ def _register() -> None:
         info = dataclasses.replace(
             get_optimizer_info(theirs),
             name=f"fused-{theirs}",
-            opt_class=OPTIMIZERS[ours],
-            description=f"amp_kernels.optim.{OPTIMIZERS[ours].__name__}, with fp32 masters of 16-bit weights",
+            opt_class=ours,
+            description=f"amp_kernels.optim.{ours.__name__}, with fp32 masters of 16-bit weights",
         )
         default_registry.register(info)
         default_registry.register_alias(f"fused_{theirs}", info.name)

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.training_args import OptimizerNames
 
@@ -45,26 +44,15 @@ _LOW = (torch.float16, torch.bfloat16)
 class FusedTrainer(Trainer):
     """A `transformers.Trainer` that trains with the optimizers of `amp_kernels.optim`.
 
-    Options come from `TrainingArguments`, as in `Trainer`:
-
-    - `optim` chooses the optimizer: "adamw_torch" and "adamw_torch_fused" (the default) are `FusedAdamW`, "sgd" is
-      `FusedSGD`, "rmsprop" is `FusedRMSprop`. Names with "8bit" are the same optimizers with int8 states.
-    - `optim_args` sets other options, such as "momentum=0.9, state_dtype=int8".
-    - `max_grad_norm` is the norm that the step clips to. This takes no pass over the gradients of its own. An optimizer
-      that is passed with another `max_grad_norm` raises an error. The log has `grad_norm`, as in `Trainer`. `Trainer`
-      clips sharded parameters and for optimizers outside `amp_kernels.optim`, and if a callback overrides
-      `on_pre_optimizer_step`, which may read the gradients.
-    - With `fp16=True` losses are scaled by an `amp_kernels.GradScaler`, which takes fp16 weights too.
-
-    Parameters have the groups that `Trainer` makes, with their names, so that `scaler.last_overflow` can name them. If
-    weights have 16 bits, each saved model has a folder "fp32" with the masters, for `from_pretrained`.
-
-    Optimizers that are passed as `optimizers` or `optimizer_cls_and_kwargs` are used as they are. To extend another
-    trainer, derive from both: `class MyTrainer(FusedTrainer, Seq2SeqTrainer)`.
+    Options come from `TrainingArguments`, as in `Trainer`: `optim` chooses the optimizer, `optim_args` sets its other
+    options, such as "momentum=0.9, state_dtype=int8", and the step clips to `max_grad_norm`. With `fp16=True` losses
+    are scaled by an `amp_kernels.GradScaler`, which takes fp16 weights too. Optimizers that are passed as `optimizers`
+    or `optimizer_cls_and_kwargs` are used as they are. The guide to trainers has the table of names in `optim`, and
+    says in which cases `Trainer` clips.
 
     Attributes:
-        saves_fp32: Whether saved models have a folder "fp32". It takes 4 bytes per weight, on the disk and, while it is
-            written, on the device.
+        saves_fp32: Whether saved models with 16-bit weights have a folder "fp32" with the masters, for
+            `from_pretrained`. It takes 4 bytes per weight, on the disk and, while it is written, on the device.
 
     Examples:
         >>> import tempfile
@@ -90,25 +78,11 @@ class FusedTrainer(Trainer):
     def get_optimizer_cls_and_kwargs(
         args: TrainingArguments, model: PreTrainedModel | None = None
     ) -> tuple[type[FusedOptimizer], dict[str, Any]]:
-        """Return the fused optimizer that `TrainingArguments` choose, and its options.
-
-        Args:
-            args: The training arguments. `optim` and `optim_args` are described in the class.
-            model: Has no effect.
-
-        Returns:
-            The class of the optimizer and its keyword arguments.
+        """Return the class of the optimizer that `TrainingArguments` choose, and its keyword arguments.
 
         Raises:
-            ValueError: `optim` names no fused optimizer. Or `optim_args` has an unknown option, an
-                option that other arguments set, or a value of another type.
-
-        Examples:
-            >>> from transformers import TrainingArguments
-            >>> from amp_kernels.integrations.transformers import FusedTrainer
-            >>> arguments = TrainingArguments("out", optim="sgd", optim_args="nesterov=true", use_cpu=True)
-            >>> FusedTrainer.get_optimizer_cls_and_kwargs(arguments)[1]
-            {'lr': 5e-05, 'nesterov': True}
+            ValueError: `optim` names no fused optimizer. Or `optim_args` has an unknown option, an option that other
+                arguments set, or a value of another type.
         """
         if args.optim not in _OPTIMIZERS:
             got = OptimizerNames(args.optim).value
@@ -124,12 +98,6 @@ class FusedTrainer(Trainer):
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         """Create the optimizer, as in `Trainer`, and name its parameters.
-
-        Args:
-            model: As in `Trainer`.
-
-        Returns:
-            The optimizer.
 
         Raises:
             ValueError: As in `get_optimizer_cls_and_kwargs`. Or the optimizer has another `max_grad_norm` than the
@@ -172,12 +140,7 @@ class FusedTrainer(Trainer):
         return math.nan if clips else super()._get_grad_norm(model, grad_norm)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log `logs`, as in `Trainer`, with the gradient norm that the step has measured.
-
-        Args:
-            logs: The values to log.
-            start_time: As in `Trainer`.
-        """
+        """Log `logs`, as in `Trainer`, with the gradient norm that the step has measured."""
         optimizer = self._fused()
         if "grad_norm" in logs and optimizer is not None and self._clips_in_step():
             norm = optimizer.grad_norm
@@ -186,9 +149,6 @@ class FusedTrainer(Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model, as in `Trainer`, and the masters of 16-bit weights in the folder "fp32".
-
-        Args:
-            output_dir: The folder, or None for the one in the arguments.
 
         Raises:
             RuntimeError: As in `amp_kernels.optim.fp32_state_dict`.
@@ -217,10 +177,7 @@ class FusedTrainer(Trainer):
         return optimizer if has_masters else None, model
 
     def _fused(self) -> FusedOptimizer | None:
-        """Returns the fused optimizer that takes the steps, or None if another optimizer does.
-
-        Only the wrapper of accelerate is opened. Another one may hold several optimizers, and clip or step otherwise.
-        """
+        """Returns the fused optimizer that takes the steps, or None if another optimizer or wrapper does."""
         optimizer = self.optimizer
         while isinstance(optimizer, AcceleratedOptimizer):
             optimizer = optimizer.optimizer
@@ -229,16 +186,14 @@ class FusedTrainer(Trainer):
     def _clips_in_step(self) -> bool:
         """Whether the step of a fused optimizer clips. Otherwise the Trainer does.
 
-        The Trainer clips shards, whose norm is not that of all gradients. It also clips if a callback looks at the
-        gradients before the step: these must be unscaled and clipped.
+        The norm of a shard is not that of all gradients. A callback before the step expects clipped gradients.
         """
         optimizer = self._fused()
         return not (optimizer is None or self._is_sharded(optimizer) or self._has_callback_before_step())
 
     def _is_sharded(self, optimizer: FusedOptimizer) -> bool:
         """Whether this process may hold only a part of the parameters."""
-        params = (p for group in optimizer.param_groups for p in group["params"])
-        return self.is_fsdp_enabled or self.is_deepspeed_enabled or any(isinstance(p, DTensor) for p in params)
+        return self.is_fsdp_enabled or self.is_deepspeed_enabled or optimizer._has_dtensors()
 
     def _has_callback_before_step(self) -> bool:
         callbacks, default = self.callback_handler.callbacks, TrainerCallback.on_pre_optimizer_step

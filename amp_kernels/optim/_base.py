@@ -37,21 +37,14 @@ _NEAR = 40  # calls from the step of a scaler to that of an optimizer inside a h
 
 @dataclass(eq=False)
 class OverflowLog:
-    """For each device, the last gradient pass under a scaler in which an optimizer's gradients held NaN or inf.
-
-    If the optimizer is deleted, the scaler keeps the log until a later call of the scaler's `update`.
-    """
+    """For each device, the last gradient pass under a scaler in which an optimizer's gradients held NaN or inf."""
 
     records: dict[torch.device, Tensor] = field(default_factory=dict)  # the `Record` of csrc/table.h
     names: dict[torch.device, list[str]] = field(default_factory=dict)  # the names of the device's parameters
     checks: int = 0  # gradient passes under a scaler; replays of a CUDA graph are not counted
 
     def overflows(self) -> Iterator[tuple[int, str]]:
-        """Yields a pair for each device on which a pass found NaN or inf. Waits for the device.
-
-        The pair is the number of the last such pass, and the name of the first parameter whose gradient held NaN or inf
-        in that pass.
-        """
+        """Yields number and first parameter of the last pass with NaN or inf on each device. Waits for the device."""
         for device, record in self.records.items():
             _, _, number, member = record.tolist()
             if number > 0:
@@ -63,8 +56,7 @@ class Verdict(NamedTuple):
     """The result of a gradient pass under a scaler, for the step that follows.
 
     plans: The plans that the pass has refreshed. The step uses them without reading the tensors again, which saves
-        20 us. None if gradients may change between the pass and the step. They may if there are step hooks, or if the
-        user called `unscale_`.
+        20 us. None if gradients may change before the step: in step hooks, or after `unscale_`.
     """
 
     grad_scale: Tensor | None  # the update divides gradients by it; None if they are already unscaled
@@ -171,13 +163,12 @@ class FusedOptimizer(WithCheckpoints):
     def step_was_skipped(self) -> Tensor:
         """Whether a scaler skipped the last step: a 0-dim bool tensor, on the device of the scaler's verdict.
 
-        Making it does not wait for the device. Reading it, as ``if optimizer.step_was_skipped`` does, waits if the
-        device is a GPU. Without a scaler it is False after a step. Read it before the next step.
+        Making it does not wait for the device, but ``if optimizer.step_was_skipped`` waits for a GPU. Read it before
+        the next step.
 
-        `torch.amp.GradScaler` skips a step on the host if other code overrides or wraps the step, or holds the
-        optimizer. It does not tell the optimizer. Then the gradients of the holder are checked for NaN and inf, so read
-        this before `zero_grad`. Until a first step was taken, only this optimizer's own gradients are checked. If a
-        rank has shards of the gradients (DTensor, FSDP1), they are not checked, and such a skip is not seen.
+        If other code overrides or wraps the step, or holds the optimizer, `torch.amp.GradScaler` skips on the host, and
+        does not tell the optimizer. Then the gradients of the holder are checked for NaN and inf, so read this before
+        `zero_grad`. Shards of gradients (DTensor, FSDP1) are not checked, and such a skip is not seen.
         """
         found_inf = self._verdict()
         return torch.tensor(False, device="cpu") if found_inf is None else found_inf != 0
@@ -186,19 +177,16 @@ class FusedOptimizer(WithCheckpoints):
     def _step_supports_amp_scaling(self) -> bool:
         """Whether a scaler may set ``grad_scale`` and ``found_inf`` instead of unscaling and waiting for the device.
 
-        False if `step` is overridden, or wrapped by code outside of torch. That code may read the gradients, and
-        expects them unscaled.
-
-        Also False for parameters of FSDP1, because all ranks have to skip the same steps. torch's ShardedGradScaler
-        combines the `found_inf` of the ranks, but only while it unscales gradients.
-
-        Also False for torch's scaler if it steps another object that forwards this attribute. It would set
-        ``grad_scale`` and ``found_inf`` on that object, where this optimizer does not read them.
+        False for torch's scaler if it steps another object that forwards this attribute. It would set ``grad_scale``
+        and ``found_inf`` on that object, where this optimizer does not read them.
         """
         scaler = caller(_SCALER)
         return self._takes_verdicts() and (scaler is None or scaler.f_locals.get("optimizer") is self)
 
     def _takes_verdicts(self) -> bool:
+        # Code outside of torch that overrides or wraps the step may read the gradients, and expects them unscaled.
+        # Ranks of FSDP1 have to skip the same steps. torch's ShardedGradScaler combines their `found_inf`, but only
+        # while it unscales gradients.
         return is_in_wrappers_of_torch(self.step, _OUR_STEP) and not self._is_flattened()
 
     def _is_flattened(self) -> bool:
@@ -285,9 +273,7 @@ class FusedOptimizer(WithCheckpoints):
     def _verdict(self, holder: Any = None) -> Tensor | None:
         """Returns a flag that is not 0 if a scaler skipped the last step, or None if no scaler looked at it.
 
-        If torch's scaler skips a step on the host, it tells the optimizer nothing. So if a scaler decides on the host,
-        and the gradients are not those that the last step took, they are checked for NaN and inf. `holder`: the object
-        that the scaler steps, if the caller knows it.
+        `holder`: the object that the scaler steps, if the caller knows it.
         """
         inner = wrapped(self) if self._steps == 0 else self
         if inner is not self:  # `self` is a wrapper whose class was derived from that of the optimizer
@@ -297,13 +283,13 @@ class FusedOptimizer(WithCheckpoints):
     @torch.compiler.disable
     @torch.no_grad()
     def _found_in_new_gradients(self, holder: Any) -> Tensor | None:
-        """Returns a flag that is not 0 if a gradient holds NaN or inf.
+        """Returns a flag that is not 0 if a gradient holds NaN or inf, so that torch's scaler skipped the step.
 
-        None if there is no gradient, if no scaler decides on the host, or if nothing has written the gradient that the
-        last step noted since that step. Before the first step it is not known whether a scaler decides on the host,
-        except if one of `amp_kernels` has checked gradients for this optimizer. Also None if this rank has only shards
-        of the gradients, because the ranks would disagree.
+        None if there is no gradient, if no scaler decides on the host, or if the gradient that the last step noted was
+        not written since. Also None if this rank has only shards of the gradients, because the ranks would disagree.
         """
+        # Before the first step it is not known whether a scaler decides on the host, except if one of `amp_kernels`
+        # has checked gradients for this optimizer.
         if self._last_taken is None and (self._steps > 0 or self._log.checks > 0):
             return None
         last, version, stepped = self._last_taken or (_nothing, 0, _nothing)
@@ -324,7 +310,7 @@ class FusedOptimizer(WithCheckpoints):
         flags = [torch.zeros((), dtype=torch.float32, device=device) for device in by_device]
         for flag, gradients in zip(flags, by_device.values(), strict=True):
             grad_norm(gradients, found_inf=flag)
-        return _any(flags)
+        return any_of(flags)
 
     def _count_down(self) -> None:
         """Counts a step that is not sampled. If the next one is to be sampled, lets the report prepare for it."""
@@ -335,7 +321,7 @@ class FusedOptimizer(WithCheckpoints):
     def _refuse_partial_norm(self) -> None:
         """Raises RuntimeError if this rank holds only a part of the gradients."""
         parts = {
-            "DTensor parameters": any(isinstance(p, DTensor) for ps in self._params_by_group() for p in ps),
+            "DTensor parameters": self._has_dtensors(),
             "parameters of FSDP1": self._is_flattened(),
             "ZeroRedundancyOptimizer": caller(_ZERO) is not None,
         }
@@ -377,13 +363,12 @@ class FusedOptimizer(WithCheckpoints):
     def _agree_over_meshes(self, flags: list[Tensor]) -> Tensor | None:
         """Combines the flags of all devices, and of all ranks that hold shards of a parameter.
 
-        If only some ranks updated a parameter, its shards would not belong to the same step. A rank without a gradient
-        takes part too, since the other ranks wait for it.
+        A rank without a gradient takes part too, since the other ranks wait for it.
         """
         meshes = list(dict.fromkeys(mesh for plan in self._plans or () for mesh in plan.meshes))
         if not flags and meshes:
             flags = [torch.zeros((), dtype=torch.float32, device=meshes[0].device_type)]
-        found_inf = _any(flags)
+        found_inf = any_of(flags)
         for mesh in meshes:
             for dim in range(mesh.ndim):
                 torch.distributed.all_reduce(found_inf, torch.distributed.ReduceOp.MAX, group=mesh.get_group(dim))
@@ -393,8 +378,7 @@ class FusedOptimizer(WithCheckpoints):
     def _step_under(self, verdict: Verdict, *args: Any, **kwargs: Any) -> Any:
         """Calls `step`, including the wrappers that torch and schedulers have put around it.
 
-        The verdict is passed in attributes, as torch's scaler passes it. It is not passed as an argument, because step
-        hooks may replace arguments. A step without its verdict would apply gradients with NaN or inf.
+        The verdict is passed in attributes, as torch's scaler passes it, because step hooks may replace arguments.
         """
         self.grad_scale, self.found_inf, self._checked_plans = verdict
         try:
@@ -404,11 +388,9 @@ class FusedOptimizer(WithCheckpoints):
 
     # ------------------------------------------------------------------------------------------------------ plans
     def _prepare(self, *, writes: bool = False, of_all: bool = False) -> list[Plan]:
-        """Refreshes the plans from the tensors of this step, and returns the plans with at least one gradient.
+        """Refreshes the plans from the tensors of this step. Returns those with a gradient, or all (`of_all`).
 
-        Args:
-            writes: Whether gradients will be written.
-            of_all: Whether to return the plans without a gradient too.
+        `writes`: whether gradients will be written.
         """
         if type(torch.empty(0, device="cpu")) is not Tensor:
             raise RuntimeError(
@@ -485,8 +467,7 @@ class FusedOptimizer(WithCheckpoints):
     def _column(self, name: str, index: int, param: Tensor) -> Column | None:
         """Makes the state of a parameter fit its dtype and options, and returns the parameter's tensors.
 
-        If the state cannot be made to fit, raises an error for a parameter with a gradient, and returns None for a
-        parameter without one. Also returns None for a parameter that has neither a gradient nor a count of steps.
+        Returns None for a parameter without a gradient if it has no count of steps, or if its state cannot be made fit.
         """
         has_gradient = param.grad is not None
         if not has_gradient and "step" not in self.state.get(param, ()):
@@ -519,9 +500,8 @@ class FusedOptimizer(WithCheckpoints):
     def init_state(self) -> None:
         """Allocate state and tables before the first step, for every parameter that requires a gradient.
 
-        If no step was taken yet, call this before you capture a CUDA graph. This is enough if each gradient will have
-        the dtype of its parameter. Otherwise the capture must follow a step whose gradients have the dtypes of the
-        captured ones.
+        Call this, or take a step, before you capture a CUDA graph. If gradients will have other dtypes than their
+        parameters, take a step with such gradients.
 
         Raises:
             TypeError: A parameter is not fp32, fp16 or bf16.
@@ -561,9 +541,8 @@ class FusedOptimizer(WithCheckpoints):
             param_group: A dict with "params" and any of the optimizer's options.
 
         Raises:
-            TypeError: An option has a wrong type, a parameter to be trained is fp64, or torch refuses the group.
-            ValueError: `max_grad_norm` is not positive, `state_dtype` is not fp32, bf16 or int8, or torch refuses the
-                group.
+            TypeError: As in the constructor.
+            ValueError: As in the constructor.
 
         Examples:
             >>> optimizer = amp_kernels.optim.FusedSGD([torch.nn.Parameter(torch.ones(2))], lr=0.5)
@@ -596,7 +575,7 @@ _OUR_STEP = inspect.unwrap(FusedOptimizer.__dict__["step"])
 def _scalar(optimizer: FusedOptimizer, name: str) -> Tensor | None:
     """Returns the attribute that a scaler set, as a 0-dim fp32 tensor.
 
-    None if it is not set or not a tensor. torch's scaler sets the int 0 if there was no gradient.
+    None if there is none, or no tensor: torch's scaler sets the int 0 if there was no gradient.
     """
     value = getattr(optimizer, name, None)
     if not isinstance(value, Tensor):
@@ -604,7 +583,7 @@ def _scalar(optimizer: FusedOptimizer, name: str) -> Tensor | None:
     return value if value.dtype is torch.float32 and value.ndim == 0 else value.float().view(())
 
 
-def _any(flags: list[Tensor]) -> Tensor | None:
+def any_of(flags: list[Tensor]) -> Tensor | None:
     """Returns a flag that is not 0 if one of `flags` is not 0, on the device of the first. None if there is none."""
     if len(flags) < 2:
         return next(iter(flags), None)

@@ -32,12 +32,11 @@ class WithCheckpoints(WithState):
         """Return a state dict in torch's format, with the fp32 masters of 16-bit parameters. Waits for the device.
 
         States are in fp32 and `step` is an fp32 CPU tensor, as in torch. If there are no 16-bit parameters, the
-        matching torch optimizer can load the state dict too. torch ignores the additional key "format".
+        matching torch optimizer can load the state dict too.
 
         Args:
             compact: Whether states that are bf16 or int8 (option `state_dtype`) stay as they are. Torch's optimizers
-                cannot load such a state dict. States in int8 take about a quarter of the bytes. Codes of a parameter
-                that is not contiguous become fp32 all the same.
+                cannot load such a state dict. Codes of a parameter that is not contiguous become fp32 all the same.
 
         Returns:
             The state dict.
@@ -65,16 +64,9 @@ class WithCheckpoints(WithState):
     @staticmethod
     @torch.no_grad()
     def _export(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], *, compact: bool) -> None:
-        """Converts the entries of a state dict for saving.
+        """Converts the entries of a state dict for saving: `remainder` becomes `master`, states become fp32.
 
-        - `step` becomes an fp32 CPU tensor, as in torch.
-        - `remainder` becomes `master`: the fp32 master that parameter and remainder together give (_state.py). If a
-          parameter was cast to fp32 and is equal to its master, the master is left out.
-        - The option `state_dtype` becomes a string.
-        - States become fp32, unless `compact` is True.
-        - States that the next step would make are zeros, for example after other code has deleted them.
-        - If a parameter was not updated yet, its `step` and states are left out, but not its master. They stay if other
-          code has written a state that the first step reads.
+        If a parameter was cast to fp32 and is equal to its master, the master is left out.
         """
         assert isinstance(optimizer, WithCheckpoints)
         state_dict["format"] = optimizer._format
@@ -100,8 +92,8 @@ class WithCheckpoints(WithState):
     def _in_fp32(self, state: dict[str, Any], compact: bool) -> dict[str, Tensor | None]:
         """Returns the entries that replace states which are not fp32. None: the key is left out.
 
-        If `compact` is True, bf16 states stay as they are, and so do codes of contiguous parameters. Groups of codes
-        are neighbours in memory. Other codes would be misread if another program saved them in another memory format.
+        Groups of codes are neighbours in memory. Codes of parameters that are not contiguous would be misread if
+        another program saved them in another memory format.
         """
         new: dict[str, Tensor | None] = {}
         for name, code in zip(self._family.states, self._family.codes, strict=True):
@@ -117,7 +109,7 @@ class WithCheckpoints(WithState):
     def _exported_steps(self, param: Tensor, group: dict[str, Any], state: dict[str, Any]) -> dict[str, Tensor | None]:
         """Returns the entry `step`, zeros for states that the next step would make, and None for states to leave out.
 
-        A new optimizer has the same states as a parameter that was not updated yet, unless other code has written them.
+        Left out are `step` and states of a parameter that was not updated yet, unless other code has written a state.
         The values of a DTensor are not looked at, because ranks must agree on its entries.
         """
         keys = self._keys - {"remainder", "master"}
@@ -145,11 +137,9 @@ class WithCheckpoints(WithState):
     def _dtypes_before_fp32(self) -> dict[Tensor, torch.dtype]:
         """Guesses the 16-bit dtypes that fp32 parameters with a remainder had before a cast such as ``model.float()``.
 
-        Remainders are int16 for fp16 and bf16 alike, so the guess is made from the weights. A parameter looks like bf16
-        if at least as many of its elements are bf16 numbers as are fp16 numbers. One in eight random fp16 numbers is
-        also a bf16 number, so an fp16 parameter with many different values does not look like bf16. A parameter that
-        looks like bf16 counts as bf16 if it has at least 16 different values, or if all fp32 parameters with a
-        remainder look like bf16. All others count as fp16.
+        Remainders are int16 for fp16 and bf16 alike, so the guess is made from the weights. One in eight random fp16
+        numbers is also a bf16 number, so an fp16 parameter with many different values does not look like bf16. One with
+        few values counts as bf16 only if all fp32 parameters with a remainder look like bf16.
         """
         params = [
             p
@@ -167,16 +157,14 @@ class WithCheckpoints(WithState):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of the matching torch optimizer.
 
-        Masters are loaded in fp32, whatever the dtype of the parameters is. States are stored as the option
-        `state_dtype` of this optimizer says. If a torch state dict lacks a state, that state starts as in a new
-        optimizer. A state dict of fp32 parameters has no masters. If it is loaded, the optimizer keeps the masters that
-        it has. There is one exception: if an optimizer of this class saved the state dict, and had no state yet, the
-        weights become the masters. torch.distributed.checkpoint leaves out the entries of frozen parameters; then there
-        is a warning.
+        Masters are loaded in fp32, whatever the dtype of the parameters is. If the state dict has none, as for fp32
+        parameters, the optimizer keeps the masters that it has. There is one exception: if an optimizer of this class
+        saved the state dict, and had no state yet, the weights become the masters. If a torch state dict lacks a state,
+        that state starts as in a new optimizer.
 
-        If weights were saved in bf16 and are loaded in fp16, or the other way round, the loaded masters may not be
-        exact. They differ from the saved masters by up to one unit in the last place of bf16. For weights closer to 0
-        than 2^-14 the difference may be larger. To keep all bits of the masters, use `load_fp32_state_dict`.
+        If weights were saved in bf16 and are loaded in fp16, or the other way round, the loaded masters may differ by
+        up to one unit in the last place of bf16. For weights closer to 0 than 2^-14 the difference may be larger. To
+        keep all bits, use `load_fp32_state_dict`.
 
         Args:
             state_dict: What `state_dict()` returned.
@@ -250,10 +238,9 @@ class WithCheckpoints(WithState):
     def _load_entries(self, saved: dict[int, dict[str, Any]], before: dict[Any, Any], is_whole: bool) -> None:
         """Loads the saved entries. `saved` has them by the positions of their parameters.
 
-        A parameter without a saved master keeps its master in `before`, for example one that `load_fp32_state_dict` has
-        loaded. There is one exception: `is_whole` says that the state dict has all entries that this class saved. If
-        such a state dict has masters, or no entries, the other parameters had no state yet when it was saved. Their
-        weights become the masters.
+        A parameter without a saved master keeps its master in `before`, with one exception. If `is_whole`, the state
+        dict has all entries that this class saved. If it has masters, or no entries, the other parameters had no state
+        yet when it was saved, and their weights become the masters.
         """
         has_masters = any("master" in entry for entry in saved.values())
         keeps_masters = not (is_whole and (has_masters or not saved))
@@ -276,10 +263,7 @@ class WithCheckpoints(WithState):
             )
 
     def _check_entry(self, what: str, param: Tensor, group: dict[str, Any], entry: dict[str, Any]) -> None:
-        """Raises ValueError if a saved entry cannot be loaded.
-
-        `what` is the first part of the message. It contains {} in place of the key.
-        """
+        """Raises ValueError if a saved entry cannot be loaded. `what` begins the message, with {} for the key."""
         if "remainder" in entry and entry.get("master") is None:
             # To flatten a state dict, torch takes the keys from `optimizer.state`. They include "remainder", but not
             # "master".
@@ -310,10 +294,7 @@ class WithCheckpoints(WithState):
             )
 
     def _needed(self, group: dict[str, Any]) -> set[str]:
-        """Returns the names of the states that a parameter needs after its first step.
-
-        torch.optim.SGD counts no steps, and its buffer may not exist yet.
-        """
+        """Returns the names of the states that a parameter needs after its first step."""
         return {name for name in self._state_names({**self.defaults, **group}) if name} - {self._set_at_first_step}
 
     def _checked_codes(self, what: str, param: Tensor, entry: dict[str, Any]) -> dict[str, Tensor]:
@@ -402,10 +383,7 @@ class WithCheckpoints(WithState):
 
 
 def _lacks_bits(param: Tensor, master: Tensor | None) -> bool:
-    """Whether a parameter is fp32, differs from its master, and is this master rounded to 16 bits.
-
-    Waits for the device.
-    """
+    """Whether a parameter is fp32, differs from its master, and is this master rounded to 16 bits."""
     if param.dtype is not torch.float32 or master is None:
         return False
     plain, fp32 = local(param), local(zeros_like(param).copy_(master))
@@ -413,7 +391,6 @@ def _lacks_bits(param: Tensor, master: Tensor | None) -> bool:
 
 
 def _options_of_torch() -> dict[str, set[str]]:
-    """Returns the options of each optimizer of torch."""
     return {
         name: inspect.signature(kind).parameters.keys() - {"params"}
         for name, kind in vars(torch.optim).items()
@@ -430,14 +407,14 @@ def _optimizer_of(group: dict[str, Any]) -> str:
 def _is_adam_of_another_package(group: dict[str, Any]) -> bool:
     """Whether a saved group is from an Adam without the option amsgrad, such as the one of DeepSpeed.
 
-    torch.optim has more optimizers with betas. They also have options, such as maximize, that these Adams lack.
+    torch's other optimizers with betas also have options, such as maximize, that these Adams lack.
     """
     of_torch = group.keys() & set().union(*_options_of_torch().values())
     return "betas" in group and of_torch <= {"lr", "betas", "eps", "weight_decay"}
 
 
 def _exported(step: Any) -> Tensor:
-    """Returns a count of steps as torch saves it: a 0-dim fp32 tensor on the CPU."""
+    """Returns a count of steps as torch saves it."""
     is_count = isinstance(step, Tensor) and step.dtype is torch.int32
     return (unsigned(step) if is_count else torch.as_tensor(step)).to("cpu", torch.float32).view(())
 

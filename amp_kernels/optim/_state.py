@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ..families import Family
-from ..ops.table import is_dense, shares_memory
+from ..ops.table import LEAST_LEAN, is_dense, shares_memory
 from ..reference._master import join, split
 from ._stored import (
     Storage,
@@ -27,7 +28,7 @@ from ._stored import (
     is_stored,
     keys_of,
     scale_key,
-    storage_of,
+    storages,
     store,
     stored_states,
     value_of,
@@ -39,19 +40,13 @@ _RESET = "delete everything except 'remainder' from optimizer.state[parameter] t
 
 
 class WithState(torch.optim.Optimizer):
-    """The part of a fused optimizer that keeps the state. The docstring of `FusedSGD` describes the state for users.
-
-    States have the strides of their parameters.
-    """
+    """The part of a fused optimizer that keeps the state. States have the strides of their parameters."""
 
     _family: Family
     _set_at_first_step: str | None = None  # the state, if any, that the first step sets without reading it
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str | None, ...]:
-        """Returns the names of a group's states. None stands for a state that the group does not use.
-
-        The order of the names is the order of the rows for states in the kernels' table (csrc/table.h).
-        """
+        """Returns the names of a group's states, in the order of the rows in csrc/table.h. None: not used."""
         raise NotImplementedError
 
     def _named_parameters(self) -> Iterator[tuple[str, int, Tensor]]:
@@ -63,13 +58,17 @@ class WithState(torch.optim.Optimizer):
     def _params_by_group(self) -> Iterator[list[Tensor]]:
         return (group["params"] for group in self.param_groups)
 
+    def _has_dtensors(self) -> bool:
+        return any(isinstance(p, DTensor) for params in self._params_by_group() for p in params)
+
     @property
     def _keys(self) -> set[str]:
         """The keys of a parameter's state that the optimizer uses. It leaves all other keys as they are."""
         return {"step", "master", "remainder", *(key for name in self._family.states for key in keys_of(name))}
 
     def _storage(self, param: Tensor, group: dict[str, Any]) -> Storage:
-        return storage_of(self._family, self._state_names(group), group["state_dtype"], param)
+        both = storages(self._family.name, self._state_names(group), group["state_dtype"])
+        return both[local(param).numel() >= LEAST_LEAN]
 
     # ------------------------------------------------------------------------------------------------ the fp32 master
     @torch.compiler.disable
@@ -117,8 +116,7 @@ class WithState(torch.optim.Optimizer):
     def _master(self, name: str, param: Tensor, low: torch.dtype | None = None) -> Tensor:
         """Returns a copy of the fp32 master of a parameter.
 
-        An fp32 parameter is its own master, with one exception. If `low` is given and there is a remainder, the
-        parameter was cast to fp32 from the 16-bit dtype `low`. Then the master from before the cast is returned.
+        `low`: an fp32 parameter with a remainder was cast from this 16-bit dtype. Its master is that before the cast.
         """
         master, state = zeros_like(param), self.state.get(param, {})
         is_fp32 = param.dtype is torch.float32
@@ -138,10 +136,7 @@ class WithState(torch.optim.Optimizer):
             self.state[param]["remainder"] = _remainder(param, master)
 
     def _remainder_of(self, param: Tensor) -> Tensor | None:
-        """Returns the remainder of a 16-bit parameter, on the parameter's device. If there is none, returns zeros.
-
-        For an fp32 parameter returns None.
-        """
+        """Returns the remainder of a 16-bit parameter on the parameter's device, or zeros. None for fp32."""
         if param.dtype is torch.float32:
             return None
         remainder = self.state.get(param, {}).get("remainder")
@@ -164,10 +159,7 @@ class WithState(torch.optim.Optimizer):
         return all(is_stored(state, stored, target) for stored in self._stored(param, group))
 
     def _steps_in(self, state: Mapping[str, Any]) -> Any:
-        """Returns the count of steps in the state of a parameter.
-
-        torch.optim.SGD counts no steps. If there is a momentum buffer, at least one step was taken.
-        """
+        """Returns the count of steps. torch's SGD counts none, but has taken one if there is a momentum buffer."""
         first = self._set_at_first_step
         is_set = first is not None and any(state.get(key) is not None for key in keys_of(first))
         return state.get("step", int(is_set))
@@ -241,10 +233,7 @@ class WithState(torch.optim.Optimizer):
             )
 
     def _check_own(self, name: str, key: str, state: Any) -> None:
-        """Raises RuntimeError if a state that has to be replaced is in shared memory.
-
-        Other processes would continue to use the old state.
-        """
+        """Raises RuntimeError if a state that has to be replaced is shared. Other processes would use the old one."""
         if isinstance(state, Tensor) and has_memory(state) and local(state).device.type == "cpu" and state.is_shared():
             raise RuntimeError(
                 f"{type(self).__name__}: {key} of {name} must have the dtype, device and layout that init_state() "
@@ -269,12 +258,10 @@ class WithState(torch.optim.Optimizer):
             )
 
     def _drop_unset_states(self) -> None:
-        """Deletes momentum buffers that no step has set, if the options no longer need them.
+        """Deletes momentum buffers that no step has set (the count of steps is 0), if the options do not need them.
 
-        The first step with momentum has to set the buffer. Suppose a buffer of zeros stayed in the state, some steps
-        without momentum followed, and then momentum was switched on again. The next step would use the zeros as if a
-        step had set them. A buffer was not set if the count of steps is 0. Reading the count waits for the device, so
-        the count is read only for parameters with a buffer that is not needed.
+        Otherwise, if momentum was switched on again after some steps, the next step would use the buffer of zeros as if
+        a step had set it. Reading the count waits for the device.
         """
         first = self._set_at_first_step
         for _, index, param in self._named_parameters():
@@ -325,7 +312,6 @@ def why_not_codes(stored: Stored, param: Tensor, state: Mapping[str, Any]) -> st
 
 
 def _was_pruned(param: Tensor, remainder: Any) -> bool:
-    """Whether a parameter has another number of elements than its remainder."""
     return isinstance(remainder, Tensor) and remainder.numel() != param.numel()
 
 

@@ -2,8 +2,7 @@
 
 A state in fp32 or bf16 is stored under its own name, such as "exp_avg". A state in codes has two tensors: the codes
 "exp_avg_codes", with the shape and strides of the parameter, and "exp_avg_scale", with an fp32 number for each group of
-128 neighbours in memory. For a DTensor the codes are a DTensor too, and the groups are those of this rank's shard. So
-nobody finds codes under the name of a state.
+128 neighbours in memory. For a DTensor the codes are a DTensor too, and the groups are those of this rank's shard.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..families import FAMILIES, Family
-from ..ops.table import LEAST_LEAN, SCALES, STATE_DTYPES, STATES
+from ..ops.table import SCALES, STATE_DTYPES, STATES
 from ..reference.states import GROUP, Code, decode, encode
 from ._options import check_state_dtype
 from ._tensors import has_memory, is_laid_out, local
@@ -65,13 +64,7 @@ def keys_of(name: str) -> tuple[str, str, str]:
 
 @functools.cache
 def storages(family: str, names: tuple[str | None, ...], dtype: torch.dtype) -> tuple[Storage, Storage]:
-    """Returns how parameters with fewer than `LEAST_LEAN` elements store their states, and how others do.
-
-    Args:
-        family: The name of the optimizer's family.
-        names: The states in use, as `WithState._state_names` returns them.
-        dtype: The option `state_dtype` of the group.
-    """
+    """Returns how parameters with fewer than `LEAST_LEAN` elements store the states in use, and how others do."""
     return _storage(FAMILIES[family], names, torch.float32), _storage(FAMILIES[family], names, dtype)
 
 
@@ -90,10 +83,6 @@ def _storage(family: Family, names: tuple[str | None, ...], dtype: torch.dtype) 
     with_sign = sum((code is not None and code.dtype is torch.int8) << k for k, code in enumerate(family.codes))
     absent = tuple(key for key in used if key not in keys)
     return Storage(STATE_DTYPES[dtype], coded, with_sign, tuple(keys), absent)
-
-
-def storage_of(family: Family, names: tuple[str | None, ...], dtype: torch.dtype, param: Tensor) -> Storage:
-    return storages(family.name, names, dtype)[local(param).numel() >= LEAST_LEAN]
 
 
 def stored_states(family: Family, names: Sequence[str | None], storage: Storage) -> list[Stored]:
@@ -121,12 +110,6 @@ def holds_scales(scale: Any, numel: int) -> bool:
     return is_plain and scale.dtype is torch.float32 and scale.shape == (groups_of(numel),)
 
 
-def is_scale(scale: Any, numel: int, device: torch.device) -> bool:
-    """Whether kernels can use `scale` as the scales of `numel` elements."""
-    is_usable = holds_scales(scale, numel) and not scale.is_inference()
-    return is_usable and scale.device == device and scale.is_contiguous()
-
-
 def is_stored(state: Mapping[str, Any], stored: Stored, target: Tensor) -> bool:
     """Whether kernels can use a state as it is. `target` is as in `is_laid_out`."""
     name, codes, scale = keys_of(stored.name)
@@ -136,19 +119,17 @@ def is_stored(state: Mapping[str, Any], stored: Stored, target: Tensor) -> bool:
     else:
         assert stored.code is not None
         array, dtype, others = state.get(codes), stored.code.dtype, (name,)
-        if not is_scale(state.get(scale), target.numel(), target.device):
+        scales: Any = state.get(scale)
+        is_usable = holds_scales(scales, target.numel()) and not scales.is_inference() and scales.is_contiguous()
+        if not is_usable or scales.device != target.device:
             return False
     is_array = isinstance(array, Tensor) and is_laid_out(local(array), target, dtype)
     return is_array and not any(key in state for key in others)
 
 
 def value_of(state: Mapping[str, Any], name: str, code: Code | None) -> Tensor | None:
-    """Returns a state as a floating-point tensor. None if there is no such state.
-
-    If there is an entry under the state's name, it is returned, even if there are codes too. A step keeps only one of
-    the two, so other code has set the entry.
-    """
-    if state.get(name) is not None:
+    """Returns a state as a floating-point tensor. None if there is no such state."""
+    if state.get(name) is not None:  # even if there are codes: a step keeps only one, so other code has set this
         value: Tensor = state[name]
         return value
     codes, scale = state.get(codes_key(name)), state.get(scale_key(name))

@@ -35,8 +35,7 @@ class Sweep(NamedTuple):
             `checked` is the memory in which `apart` keeps the last table. A parameter and its states are tested for
             being negated views only if one of their addresses differs from the one there. A lazy clone shares the
             memory of a tensor until one of the two is written. If a parameter has a lazy clone, the parameter gets
-            memory of its own, since the step will write it. If `writes` is True, each gradient that has a lazy clone
-            gets memory of its own, too. In C++ a thousand parameters take a twelfth of the time that Python takes.
+            memory of its own, since the step will write it. If `writes` is True, so does a gradient.
         apart: ``(table, forms, checked, spans) -> int``. Returns the column of a gradient that overlaps a tensor that
             the step writes. Returns -2 if the memory ranges of two written tensors overlap. The plan then has to test
             the tensors exactly. Returns -1 if nothing overlaps. `checked` keeps the table and the forms of the last

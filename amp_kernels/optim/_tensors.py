@@ -22,8 +22,7 @@ def local(tensor: Tensor) -> Tensor:
 def has_memory(tensor: Tensor) -> bool:
     """Whether a tensor, or the shard of a DTensor, has strided memory of its own.
 
-    False for fake and meta tensors, and for wrapper subclasses, whose elements are in other tensors or do not exist. A
-    subclass that does not define ``__torch_dispatch__`` has ordinary memory.
+    Fake and meta tensors and wrapper subclasses (those that define ``__torch_dispatch__``) have none.
     """
     tensor = local(tensor)
     is_wrapper = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
@@ -31,11 +30,7 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def is_held(plain: Tensor) -> bool:
-    """Whether the memory of a tensor holds its values.
-
-    False for a negated view, whose memory holds the negatives, and for `torch._efficientzerotensor`, which has no
-    memory.
-    """
+    """Whether the memory of a tensor holds its values. `torch._efficientzerotensor` has no memory."""
     return not plain.is_neg() and (plain.data_ptr() != 0 or plain.numel() == 0)
 
 
@@ -58,8 +53,7 @@ def dense(plain: Tensor) -> Tensor:
 def is_laid_out(state: Tensor, target: Tensor, dtype: torch.dtype) -> bool:
     """Whether kernels can use a state as it is.
 
-    `target` is the plain tensor that kernels write to update the state's parameter: the parameter, its shard on this
-    rank, or a mirror (see `dense`). The state must have the device, shape and strides of `target`.
+    `target` is what kernels write to update the parameter: its plain tensor, or a mirror (see `dense`).
     """
     is_usable = state.dtype is dtype and has_memory(state) and is_held(state) and not state.is_inference()
     is_alike = state.device == target.device and state.shape == target.shape
@@ -109,17 +103,8 @@ def read_gradient(param: Tensor, name: str, target: Tensor) -> Tensor:
 def _plain_gradient(param: Tensor, name: str) -> Tensor:
     """Returns the gradient of `param` on this rank as a plain tensor.
 
-    In these cases ``param.grad`` is replaced by an equal tensor that kernels can read:
-
-    - A collective that computes the gradient is still running. This function waits for the result.
-    - The gradient is a DTensor with other placements than its parameter. It is redistributed, as torch's operators do.
-    - The gradient is a negated view, or a tensor of zeros for which torch has allocated nothing
-      (`torch._efficientzerotensor`). It is copied.
-
-    Raises:
-        TypeError: The gradient is a fake or meta tensor or a subclass without memory, or its dtype is not fp32, fp16 or
-            bf16.
-        RuntimeError: The gradient is sparse, or is not on the mesh of its parameter.
+    ``param.grad`` is replaced by an equal tensor that kernels can read if a collective still computes it, if its
+    placements are not those of its parameter, or if its memory does not hold its values.
     """
     grad = param.grad
     assert grad is not None
@@ -179,11 +164,8 @@ class Spans:
         self.ends = [end for _, end in spans]
 
     def overlaps(self, tensor: Tensor) -> bool:
-        """Whether a tensor overlaps one of the ranges.
-
-        False for a gradient with gaps. A plan (_plan.py) copies such a gradient before it writes anything, so an
-        overlap does no harm.
-        """
+        """Whether a tensor overlaps one of the ranges."""
+        # A plan (_plan.py) copies a gradient with gaps before it writes anything, so an overlap does no harm.
         if tensor.numel() == 0 or not is_dense(tensor):
             return False
         i = bisect.bisect_right(self.ends, tensor.data_ptr())

@@ -6,10 +6,6 @@ Wrappers have no common mark, so each kind is found in its own way:
   `with_wrapped`).
 - The wrapper of a step is a function. Its module tells whether it belongs to torch (`is_in_wrappers_of_torch`).
 - ZeroRedundancyOptimizer, and the scaler that reads an attribute, are on the call stack (`caller`).
-
-Code around a step expects unscaled gradients. So if `is_in_wrappers_of_torch` returns False, a scaler unscales them
-first. `wrapped` finds the optimizer that computes the step, or that keeps the masters. `caller` is used to refuse
-`max_grad_norm`, since with ZeroRedundancyOptimizer each rank would clip by the norm of its part.
 """
 
 from __future__ import annotations
@@ -53,12 +49,10 @@ def innermost(optimizer: Any) -> list[Any]:
 
 
 def _held(holder: Any, seen: list[Any]) -> list[Any]:
-    """Returns the optimizers in attributes of `holder`, without those in `seen`.
+    """Returns the optimizers in attributes of `holder`, of any name, without those in `seen`.
 
-    The attribute may have any name. torch's wrappers (ZeRO, PostLocalSGD) call it ``optim``, trainers call it
-    ``optimizer``, containers call it ``optimizers``, and Lookahead and SAM call it ``_base_optimizer``,
-    ``base_optimizer`` and more. If `holder` has parameter groups of its own, it steps an optimizer only if that
-    optimizer has at least one parameter of these groups.
+    If `holder` has parameter groups of its own, it steps an optimizer only if that optimizer has at least one parameter
+    of these groups.
     """
     if type(holder).__module__.startswith(_OURS):  # also if one refers to its wrapper
         return []
@@ -82,7 +76,7 @@ def _is_optimizer(value: Any) -> bool:
 def _optimizers_in(value: Any, depth: int = 0) -> Iterator[Any]:
     """Yields `value`, or the optimizers in a list, tuple or dict and in its entries.
 
-    Data is left out: parameters, states, a list of all losses. It may have thousands of entries.
+    Data (parameters, states, a list of all losses) is left out, since it may have thousands of entries.
     """
     if _is_optimizer(value):
         yield value

@@ -16,11 +16,8 @@ class FusedAdam(FusedOptimizer, torch.optim.Adam):  # type: ignore[override]
     """`torch.optim.Adam` as one fused kernel, with fp32 masters for fp16 and bf16 parameters.
 
     Formula: `torch.optim.Adam` (Kingma and Ba 2015; AMSGrad: Reddi et al. 2018), in fp32. `amp_kernels.adam_` spells it
-    out. Arithmetic is fp32, because in fp16 the default `eps` would be rounded to 0. The bias correction
-    does not count skipped steps. The count of steps is kept on the device.
-
-    Masters, gradients, loss scaling and errors are as in `FusedSGD`. The other arguments are those of
-    `torch.optim.Adam` and `amp_kernels.optim.FusedSGD`.
+    out. The bias correction does not count skipped steps. Masters, gradients, loss scaling and errors are as in
+    `FusedSGD`. The other arguments are those of `torch.optim.Adam` and `amp_kernels.optim.FusedSGD`.
 
     Args:
         capturable: Has no effect. Every step can be captured in a CUDA graph.
@@ -71,11 +68,7 @@ class FusedAdamW(FusedOptimizer, torch.optim.AdamW):  # type: ignore[override]
     """`torch.optim.AdamW` as one fused kernel, with fp32 masters for fp16 and bf16 parameters.
 
     This is `FusedAdam` with decoupled weight decay (Loshchilov and Hutter 2019). The other arguments are those of
-    `torch.optim.AdamW` and `amp_kernels.optim.FusedSGD`.
-
-    Args:
-        capturable: As in `FusedAdam`.
-        state_dtype: As in `FusedAdam`.
+    `torch.optim.AdamW` and `amp_kernels.optim.FusedAdam`.
 
     Examples:
         >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))

@@ -30,13 +30,10 @@ def ema_(averages: Iterable[Tensor], optimizer: FusedOptimizer, decay: float) ->
     For every parameter: `average <- decay * average + (1 - decay) * master`. Call it after each step.
 
     If a scaler skipped the last step, the averages do not change. The device decides this, so the host does not wait.
-    If other code overrides or wraps the optimizer's step, or holds the optimizer, `torch.amp.GradScaler` does not tell
-    the optimizer about a skipped step. `ema_` then looks for NaN and inf in the gradients, so call it before
-    `zero_grad`. `step_was_skipped` says when it cannot see them.
+    For a wrapped optimizer under `torch.amp.GradScaler`, call it before `zero_grad` (see `step_was_skipped`).
 
-    A call reads 8 bytes and writes 4 bytes per weight, in one launch per combination of dtypes. The kernel computes
-    `average - (1 - decay) * (average - master)`. With a decay of 0 the last bits of the average may therefore differ
-    from those of the master.
+    The kernel computes `average - (1 - decay) * (average - master)`. With a decay of 0 the last bits of the average may
+    therefore differ from those of the master.
 
     Args:
         averages: One fp32 tensor per parameter, in the order of the optimizer's groups, with the shape, the device and
@@ -67,9 +64,7 @@ def ema_(averages: Iterable[Tensor], optimizer: FusedOptimizer, decay: float) ->
             hint = "pass the optimizer that it wraps"
         got = type(optimizer).__name__
         raise TypeError(f"ema_: optimizer must be one of amp_kernels.optim, got a {got}; {hint}")
-    is_number = isinstance(decay, numbers.Real) and not isinstance(decay, bool)
-    if not is_number or not 0 <= decay <= 1:
-        raise (ValueError if is_number else TypeError)(f"ema_: decay must be a number from 0 to 1, got {decay!r}")
+    check_decay("ema_", decay)
     params = [p for _, _, p in optimizer._named_parameters()]
     own, weights = [local(a) for a in as_list("ema_", "averages", averages)], [local(p) for p in params]
     trainable = [t for t, p in enumerate(params) if p.dtype in DTYPE_CODES and has_memory(p)]
@@ -85,6 +80,13 @@ def ema_(averages: Iterable[Tensor], optimizer: FusedOptimizer, decay: float) ->
         raise
 
 
+def check_decay(caller: str, decay: float) -> None:
+    """Raise an error if `decay` is not a number from 0 to 1."""
+    is_number = isinstance(decay, numbers.Real) and not isinstance(decay, bool)
+    if not is_number or not 0 <= decay <= 1:
+        raise (ValueError if is_number else TypeError)(f"{caller}: decay must be a number from 0 to 1, got {decay!r}")
+
+
 def _check(averages: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
     check_states("ema_", "averages", averages, weights, [torch.float32])
     check_memory("ema_", {"averages": averages})
@@ -98,10 +100,7 @@ def _follow(
     rate: float,
     found_inf: Tensor | None,
 ) -> None:
-    """Moves each fp32 average towards its weight by the fraction `rate` of their difference.
-
-    If the weight has a remainder, the average moves towards the master of the weight.
-    """
+    """Moves each fp32 average towards the master of its weight by the fraction `rate` of their difference."""
     by_device: dict[torch.device, list[int]] = {}
     for t, weight in enumerate(weights):
         by_device.setdefault(weight.device, []).append(t)

@@ -16,10 +16,9 @@ class FusedRMSprop(FusedOptimizer, torch.optim.RMSprop):
     """`torch.optim.RMSprop` as one fused kernel, with fp32 masters for fp16 and bf16 parameters.
 
     Formula: `torch.optim.RMSprop` (Hinton 2012; centered: Graves 2013), in fp32. `amp_kernels.rmsprop_` spells it out.
-    If rounding makes the centered variance negative, 0 is used in its place. torch returns NaN in this case.
-
-    Masters, gradients, loss scaling and errors are as in `FusedSGD`. The other arguments are those of
-    `torch.optim.RMSprop` and `amp_kernels.optim.FusedSGD`.
+    If rounding makes the centered variance negative, 0 is used in its place, where torch returns NaN. Masters,
+    gradients, loss scaling and errors are as in `FusedSGD`. The other arguments are those of `torch.optim.RMSprop` and
+    `amp_kernels.optim.FusedSGD`.
 
     Args:
         capturable: Has no effect. Every step can be captured in a CUDA graph.

@@ -16,21 +16,17 @@ class SkipAwareScheduler(LRScheduler):
     """Steps a learning rate scheduler only for steps of the optimizer that a scaler did not skip.
 
     torch's schedulers count skipped steps, since a fused step under a scaler skips on the device. Each call of `step`
-    here starts to copy the verdict on the last optimizer step to the host. It then reads the verdict that the call
-    before has copied, and steps the scheduler if that was "not skipped". So where the device decides, the learning rate
-    comes one iteration late: optimizer steps 0 and 1 both have the first learning rate, and step n + 1 has the one that
-    the scheduler gives after n steps. CPUs behave the same, so that results are equal.
+    here acts on the verdict of the iteration before. So the learning rate comes one iteration late:
+    optimizer steps 0 and 1 both have the first learning rate, and step n + 1 has the one that the scheduler gives after
+    n steps. CPUs behave the same, so that results are equal.
 
-    Without a scaler there is no verdict, and nothing is late. The same holds if a scaler decides on the host, as it
-    does for a step that is overridden or wrapped. If such a scaler is torch's, call `step` before `zero_grad`, because
-    a skipped step is found in the gradients.
+    Nothing is late without a scaler, or if a scaler decides on the host, as it does for a step that is overridden or
+    wrapped. If such a scaler is torch's, call `step` before `zero_grad` (see `step_was_skipped` of the optimizers).
 
     If the optimizer took several steps since the last call, for example in an epoch, the scheduler steps at once,
-    whatever the verdicts are. Replays of a CUDA graph are not counted as steps.
-
-    On a GPU the host runs at most one iteration ahead of the device, since each call needs the verdict of the previous
-    iteration. All other attributes are those of the scheduler: they are read and written there. To combine schedulers,
-    wrap the result, `SkipAwareScheduler(SequentialLR(...))`, since a SequentialLR counts its own calls.
+    whatever the verdicts are. Replays of a CUDA graph are not counted as steps. All other attributes are those of the
+    scheduler. To combine schedulers, wrap the result, `SkipAwareScheduler(SequentialLR(...))`, since a SequentialLR
+    counts its own calls.
 
     Args:
         scheduler: A scheduler of `torch.optim.lr_scheduler`, except ReduceLROnPlateau. Its optimizer must be one of

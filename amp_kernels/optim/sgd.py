@@ -17,17 +17,9 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):  # type: ignore[override]
 
     Formula: `torch.optim.SGD` (Sutskever et al. 2013), in fp32. `amp_kernels.sgd_` spells it out.
 
-    **Masters.** A 16-bit parameter has an fp32 master. The parameter is the master rounded to nearest even. Another 16
-    bits per element, in the state, hold the rest of the master (see `master`). If other code changes the parameter, the
-    master changes with it. A new optimizer over 16-bit weights starts from the rounded weights. To keep the full
-    masters, use `fp32_state_dict` or the optimizer's own state dict.
-
-    **Gradients.** They may be fp16, bf16 or fp32. A step does not write them.
-
-    **Loss scaling.** Use `amp_kernels.GradScaler`, `torch.amp.GradScaler` (slower), or no scaler. If a scaler finds NaN
-    or inf (its `found_inf` is not 0), the step changes nothing. In a step pre-hook the gradients are still scaled. To
-    get them unscaled there, call `scaler.unscale_` before `scaler.step`. If `step` is overridden, or wrapped by code
-    outside of torch, the scaler unscales the gradients before it calls `step`.
+    A 16-bit parameter has an fp32 master (see `master`). Gradients may be fp16, bf16 or fp32, and a step does not write
+    them. If a scaler (`amp_kernels.GradScaler`, or `torch.amp.GradScaler`, which is slower) finds NaN or inf, the step
+    changes nothing. The guide to optimizers explains masters, clipping, states of 8 bits and steps of your own.
 
     The other arguments are those of `torch.optim.SGD`.
 
@@ -38,25 +30,17 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):  # type: ignore[override]
         differentiable: Must be False.
         fused: Has no effect.
         max_grad_norm: Clip the global L2 norm of the gradients to this value inside the step (Pascanu et al. 2013). The
-            gradients are not written. After the step, the optimizer's `grad_norm` is the norm before clipping. With
-            `math.inf` the norm is measured and nothing is clipped. Like `lr`, `max_grad_norm` is an option of every
-            parameter group, and state dicts contain it. Its value must be the same in all groups.
+            gradients are not written. `math.inf` measures the norm (see `grad_norm`) and clips nothing. An option of
+            every parameter group, with the same value in all groups.
         state_dtype: How states are stored: in torch.float32, torch.bfloat16 (2 bytes for each element of a state) or
             torch.int8 (1 byte, and an fp32 scale for every 128 elements). A name such as "int8" will do. New states are
-            rounded at random, so that small changes are not lost. The random numbers depend only on the step, on the
-            position of the parameter in the optimizer, and on the position of the element in memory. A parameter with
-            fewer than 4,096 elements has fp32 states; of a DTensor, the elements of this rank's shard count. Masters
-            stay exact. In int8, `optimizer.state[parameter]` has the keys "momentum_buffer_codes" and
-            "momentum_buffer_scale", and not "momentum_buffer". Like `lr`, `state_dtype` is an option of every parameter
-            group. It may be changed, and the next step then converts the states. Do not change it after a CUDA graph
-            has captured a step, since a replay would use the old states. `load_state_dict` does not change it.
+            rounded at random. A parameter with fewer than 4,096 elements has fp32 states. In int8,
+            `optimizer.state[parameter]` has the keys "momentum_buffer_codes" and "momentum_buffer_scale". An option of
+            every parameter group, which `load_state_dict` does not change.
 
     Raises:
         ValueError: An argument is out of its range.
-        TypeError: An argument has a wrong type, or a parameter that requires a gradient is fp64. At the first step, if
-            a parameter with a gradient is not fp32, fp16 or bf16.
-        RuntimeError: At the first step, if parameters share memory, or if `max_grad_norm` is set and a rank has only a
-            part of the gradients (DTensor, FSDP1, ZeroRedundancyOptimizer).
+        TypeError: An argument has a wrong type, or a parameter that requires a gradient is fp64.
 
     Examples:
         >>> model = torch.nn.Linear(4, 2, dtype=torch.bfloat16)

@@ -48,17 +48,14 @@ def fp32_state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
     state_dict = model.state_dict(keep_vars=True)
     with_masters = {} if ours is None else _with_masters("fp32_state_dict", ours, model, state_dict)
     copies: dict[int, Any] = {}
-
-    def copy(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        if ours is not None and id(value) in with_masters:
-            return ours.master(value)
-        return value.detach().to(torch.float32 if value.dtype in _LOW else value.dtype, copy=True)
-
     for name, value in state_dict.items():
         if id(value) not in copies:
-            copies[id(value)] = copy(value)
+            copy = value
+            if ours is not None and id(value) in with_masters:
+                copy = ours.master(value)
+            elif isinstance(value, Tensor):
+                copy = value.detach().to(torch.float32 if value.dtype in _LOW else value.dtype, copy=True)
+            copies[id(value)] = copy
         state_dict[name] = copies[id(value)]
     return state_dict
 
@@ -69,10 +66,9 @@ def load_fp32_state_dict(
 ) -> None:
     """Load fp32 weights into a model and into the masters of its optimizer.
 
-    The rest of the optimizer's state, such as momentum, does not change. Load the rest with
-    `optimizer.load_state_dict`, before or after this call. If that state dict is loaded after this call and has
-    masters, they replace the masters from this call. Masters are exact, with the exceptions that the `master` method of
-    the optimizers lists.
+    The rest of the optimizer's state, such as momentum, does not change. If `optimizer.load_state_dict` loads masters
+    after this call, they replace the masters from this call. Masters are exact, with the exceptions that the `master`
+    method of the optimizers lists.
 
     Args:
         model: A model of any dtypes.
@@ -128,10 +124,9 @@ def _check_arguments(caller: str, model: Any, optimizer: Any) -> FusedOptimizer 
 def _with_masters(
     caller: str, optimizer: FusedOptimizer, model: torch.nn.Module, state_dict: Mapping[str, Any]
 ) -> dict[int, tuple[str, Tensor]]:
-    """Returns a dict from ids of parameters to pairs of name and parameter.
+    """Returns the names and parameters, by id, of the model's 16-bit parameters that `optimizer` trains.
 
-    It holds the parameters of the model that are 16-bit and that `optimizer` trains. A tied parameter has several names
-    in `state_dict`, of which the first is taken.
+    A tied parameter has several names in `state_dict`. The first one is returned.
     """
     of_model = {id(p): name for name, p in model.named_parameters()}
     params = {id(p): p for _, _, p in optimizer._named_parameters() if id(p) in of_model and p.dtype in _LOW}
