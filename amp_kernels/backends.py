@@ -59,8 +59,8 @@ def use_backend(name: str) -> Iterator[None]:
     the tensors. Some int8 products of CUDA tensors are left to Triton or torch (see `int8_matmul` and
     `nn.Int8Linear`). Inside `use_backend("cuda")` torch computes only products that the CUDA kernels cannot compute.
 
-    Triton has no kernel for 16-bit products (`matmul`, `addmm`, `linear`). Inside `use_backend("triton")` it copies and
-    pads the operands, and torch multiplies them. Nor has it a kernel for the counts of `PrecisionReport`: torch counts.
+    Triton has no kernel for 16-bit products (`matmul`, `addmm`, `linear`). Inside `use_backend("triton")` it pads the
+    operands that need it, and torch multiplies. Triton has no kernel for the counts of `PrecisionReport`: torch counts.
 
     Args:
         name: `"cuda"`, `"triton"`, `"cpu"` or `"reference"`.

@@ -175,13 +175,13 @@ class GradScaler(torch.amp.GradScaler):
 
     Formula: dynamic loss scaling (Micikevicius et al. 2018), as in `torch.amp.GradScaler`.
 
-    The first pass of such a step checks the gradients for NaN and inf, and the device decides whether to skip. The step
-    does not write the gradients, so they are still scaled after it. To read them unscaled, call `unscale_` before
-    `step`. fp16 and bf16 gradients are accepted.
+    The step of a fused optimizer (one of `amp_kernels.optim`) first checks the gradients for NaN and inf, and the
+    device decides whether to skip. The step does not write the gradients, so they are still scaled after it. To read
+    them unscaled, call `unscale_` before `step`. fp16 and bf16 gradients are accepted.
 
-    With any other optimizer this class works like torch's scaler, which waits for the device once per step. The same
-    holds for a fused optimizer whose `step` is overridden, or wrapped by code outside of torch, or whose parameters
-    belong to FSDP1. The guide to loss scaling lists the warnings.
+    With any other optimizer this class works like torch's scaler. It waits for the device once per step, except for
+    torch's optimizers with `fused=True`. The same holds for a fused optimizer whose `step` is overridden, or wrapped by
+    code outside of torch, or whose parameters belong to FSDP1. The guide to loss scaling lists the warnings.
 
     The other arguments are those of `torch.amp.GradScaler`.
 
@@ -578,7 +578,7 @@ class GradScaler(torch.amp.GradScaler):
             )
 
     def _warn_of_no_gradient(self) -> None:
-        """Warns, once. This is no error, since another optimizer, which did not step, may have gradients."""
+        """Warns once that optimizers stepped although none had a gradient. Optimizers that did not step may have."""
         if not self._has_warned_of_no_gradient:
             self._has_warned_of_no_gradient = True
             warnings.warn(

@@ -377,6 +377,7 @@ class PrecisionReport:
     def _stop(self) -> None:
         """Ends a sample without a result."""
         if self._sample is not None:
+            self._sample.masters = []  # a step that raised an error leaves them
             self._sample, self._optimizer._observer = None, None
         self._undo.close()
 

@@ -277,8 +277,8 @@ def pad_to_multiple(x: Tensor, multiple: int = 8) -> Tensor:
 def engine_of(op: str, dtype: torch.dtype, kind: str) -> str:
     """Return the engine that multiplies on a type of device: TORCH, CPU, LIBRARY, or the backend that is forced.
 
-    There is no Triton kernel for 16-bit products. If `"triton"` is forced, torch multiplies copies that Triton has
-    padded, whatever their size.
+    There is no Triton kernel for 16-bit products. If `"triton"` is forced, torch multiplies. Triton pads the operands
+    that need it, in small products too.
 
     `amp_kernels.explain` reports what this function and `copies_of` return.
     """

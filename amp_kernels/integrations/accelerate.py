@@ -22,7 +22,7 @@ __all__ = ["FusedAcceleratedOptimizer", "FusedAccelerator", "FusedGradScalerKwar
 class FusedGradScalerKwargs(_GradScalerKwargs):
     """accelerate's `GradScalerKwargs` with `min_scale`, `max_scale` and `hysteresis` of `amp_kernels.GradScaler`.
 
-    Only `FusedAccelerator` takes this handler. Its other arguments are those of `amp_kernels.GradScaler`.
+    Only `FusedAccelerator` takes this handler. The other arguments are those of `amp_kernels.GradScaler`.
 
     Examples:
         >>> from amp_kernels.integrations.accelerate import FusedGradScalerKwargs
@@ -147,7 +147,8 @@ def accelerated(
 ) -> torch.optim.Optimizer:
     """Returns a `FusedAcceleratedOptimizer` around a fused optimizer, which `accelerator.prepare` leaves as it is.
 
-    Returns `optimizer` if it is not fused, without a scaler of amp_kernels, and under FSDP, which exchanges parameters.
+    Returns `optimizer` itself if it is not fused, if the accelerator has no scaler of amp_kernels, or if FSDP exchanges
+    the parameters.
     """
     is_fsdp = accelerator.distributed_type == DistributedType.FSDP
     if is_fsdp or not isinstance(optimizer, FusedOptimizer) or not isinstance(accelerator.scaler, GradScaler):

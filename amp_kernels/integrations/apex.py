@@ -565,13 +565,39 @@ def _refuse_to_cast(value: Any, dtype: torch.dtype) -> None:
 
     If fp16 tensors were passed on instead, the loss would be computed in fp16, and nobody would notice.
     """
-    for name in (*getattr(value, "__dict__", ()), *getattr(value, "__slots__", ())):
-        held = getattr(value, name, None)
-        if _cast(held, dtype) is not held:
+    seen: set[int] = set()
+    for name, held in _attributes(value):
+        if any(t.is_floating_point() and t.dtype is not dtype for t in _tensors_in(held, seen)):
             raise TypeError(
                 f"amp: tensors inside a {type(value).__name__} must be {dtype}, got another dtype in {name}; cast them "
                 "yourself, or put them into a tuple, list or dict, where they are cast"
             )
+
+
+def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    yield from getattr(value, "__dict__", {}).items()
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in [slots] if isinstance(slots, str) else slots:
+            is_private = name.startswith("__") and not name.endswith("__")
+            yield name, getattr(value, f"_{kind.__name__.lstrip('_')}{name}" if is_private else name, None)
+
+
+def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """Yield the tensors that `_cast` would find. `seen` has the ids of visited objects, which may form cycles."""
+    if id(value) in seen or isinstance(value, torch.nn.Module):
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        yield value
+        return
+    members: Iterable[Any] = ()
+    if isinstance(value, (dict, list, tuple)):
+        members = value.values() if isinstance(value, dict) else value
+    elif dataclasses.is_dataclass(value) or hasattr(value, "to"):
+        members = (held for _, held in _attributes(value))
+    for member in members:
+        yield from _tensors_in(member, seen)
 
 
 # ---------------------------------------------------------------------------------------------------- a training step

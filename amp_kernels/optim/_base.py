@@ -105,8 +105,9 @@ class FusedOptimizer(WithCheckpoints):
     ) -> None:
         name = type(self).__name__
         if differentiable:
-            torchs = next(c.__name__ for c in type(self).__mro__ if c.__module__.startswith("torch.optim."))
-            raise ValueError(f"{name}: differentiable must be False, got True; use torch.optim.{torchs} for that")
+            torchs = [c.__name__ for c in type(self).__mro__ if c.__module__.startswith("torch.optim.")]
+            remedy = f"; use torch.optim.{torchs[0]} for that" if torchs[0] != "Optimizer" else ""
+            raise ValueError(f"{name}: differentiable must be False, got True{remedy}")
         dtype = check_state_dtype(name, state_dtype)
         check_params(name, params)
         check_options(name, {**options, "max_grad_norm": max_grad_norm})

@@ -18,7 +18,7 @@ namespace amp_kernels {
 // arguments again, and raises an error with details.
 inline void require(bool holds) {
   if (!holds)
-    throw std::invalid_argument("amp_kernels: an argument does not fit; call amp_kernels.functional to see which");
+    throw std::invalid_argument("amp_kernels: an argument does not fit; call the function of amp_kernels to see which");
 }
 
 // The properties of a tensor. The constructor reads each property once, because each read through torch's C interface

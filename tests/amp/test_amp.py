@@ -622,9 +622,17 @@ class Slots:
     hidden: list[Tensor]
 
 
+@dataclasses.dataclass
+class Derived(Slots):
+    """The slots of the class alone, "mask", are not all that it has."""
+
+    __slots__ = ("mask",)
+
+
 class Batch:
     def __init__(self, hidden: list[Tensor]) -> None:
         self.hidden = hidden
+        self.parts = [self]  # a cycle
 
     def to(self, dtype: torch.dtype) -> Batch:
         raise AssertionError("may cast integers too")
@@ -641,7 +649,7 @@ class Wraps(torch.nn.Module):
         return [self.wrap([given.hidden[0].to(dtype)])]
 
 
-@pytest.mark.parametrize("wrap", [functools.partial(Output, "x"), Slots, Batch], ids=["dataclass", "slots", "to"])
+@pytest.mark.parametrize("wrap", [functools.partial(Output, "x"), Slots, Derived, Batch])
 def test_other_objects_must_have_the_dtypes_of_the_level(wrap):
     """They are passed on as they are. An fp16 loss is never silent."""
     net = amp.initialize(Wraps(wrap), opt_level="O2", verbosity=0)

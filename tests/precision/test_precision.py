@@ -860,6 +860,23 @@ def test_reports_in_odd_states():
     assert by_key(report)["activation", "0"].total == 7 * 40 and optimizer._observer is None
 
 
+def test_a_step_that_fails_leaves_no_masters(monkeypatch):
+    """They take 4 bytes for each weight. Perhaps they are why the memory ran out."""
+    model = network("cpu").half()
+    optimizer = FusedSGD(model.parameters(), lr=0.5)
+    report = PrecisionReport(model, optimizer)
+
+    def fails(*_):
+        raise MemoryError
+
+    with pytest.raises(MemoryError), report:
+        model(torch.ones(3, 24).half()).float().sum().backward()
+        for plan in optimizer._prepare():
+            monkeypatch.setattr(type(plan), "update", fails)
+        optimizer.step()
+    assert report._last is not None and report._last.masters == []
+
+
 class Overridden(FusedSGD):
     """A step that a scaler skips on the host."""
 
