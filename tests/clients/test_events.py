@@ -278,6 +278,7 @@ class Training:
         self.foreign: list[dict[str, Any]] = [{} for _ in self.params]
         self.is_shared = False  # a state lies in shared memory, where other processes expect it
         self.was_converted = False  # or will be at the next step
+        self.has_written_early = False
         self.poison: list[Tensor] = []
         self.held: dict[tuple[Tensor, str], Tensor] = {}  # the values of states before a step
 
@@ -593,9 +594,13 @@ class Training:
         if step is not None and (not self.is_counted or int(step) > 0):
             return
         if self.is_counted:  # torch's SGD has its buffer alone
-            self.ours.init_state()
+            if step is None and self.has_written_early:
+                return  # init_state would round what was written before, to the dtype of the group
+            if step is None:
+                self.ours.init_state()
             self.theirs.state[q] = {"step": torch.tensor(0.0), **{name: torch.zeros_like(q) for name in names}}
         value = self._values(p.shape).abs()
+        self.has_written_early = True
         self.ours.state[p][names[0]] = torch.empty_like(p, dtype=torch.float32, requires_grad=False).copy_(value)
         self.theirs.state[q][names[0]] = value.to("cpu", torch.float64)
 
