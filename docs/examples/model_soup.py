@@ -41,7 +41,7 @@ def loss(state):
 
 
 def mean(states):
-    """The mean of state dicts with equal names and shapes. What is no number, or an integer, is that of the first."""
+    """The mean of state dicts with equal names and shapes. Integers and other entries come from the first one."""
     result = dict(states[0])
     for name, first in states[0].items():
         if torch.is_tensor(first) and (first.is_floating_point() or first.is_complex()):

@@ -76,7 +76,7 @@ def test_script(path: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64])
 def test_a_soup_is_the_mean_rounded_once(dtype: torch.dtype) -> None:
-    """Sums of fp16 numbers would be rounded at each addition. Integers and other entries are those of the first."""
+    """Sums of fp16 numbers would be rounded at each addition. Integers and other entries come from the first."""
     script = ast.parse((FOLDER / "model_soup.py").read_text())
     (function,) = (node for node in script.body if isinstance(node, ast.FunctionDef) and node.name == "mean")
     names = {"torch": torch}
