@@ -31,9 +31,10 @@ def update_(
     Nothing waits for the device, so every choice that depends on its values is a `torch.where`.
 
     Args:
-        formula: That of `sgd`, `rmsprop` or `adam`. Each parameter calls ``p, s = formula(p, g, s, hyper, lr, step)``.
-            `p` is the fp32 parameter or master, `g` the fp32 gradient (unscaled, negated if `hyper.sign` is -1), `s`
-            the tuple of fp32 states, with None for an absent one, and `step` the number of earlier steps.
+        formula: The function `formula` of the module `sgd`, `rmsprop` or `adam`. It is called for each parameter:
+            ``p, s = formula(p, g, s, hyper, lr, step)``. `p` is the fp32 parameter or master. `g` is the fp32 gradient,
+            unscaled, and negated if `hyper.sign` is -1. `s` is the tuple of fp32 states, with None for an absent one.
+            `step` is the number of earlier steps.
         params: fp16, bf16 or fp32 tensors, updated in place.
         grads: One gradient per parameter, of its shape, in any of the three dtypes.
         states: For each state of the formula, a list of fp32 tensors, updated in place. None or an empty list if the

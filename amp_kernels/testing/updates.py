@@ -193,7 +193,7 @@ class UpdateInputs:
     def fp32(self) -> list[Tensor]:
         """Return, for each parameter, the fp32 tensor that the update changes: the parameter itself or its master.
 
-        Of masters that are stored as remainders these are fp32 copies.
+        If a master is stored as a remainder, the tensor is an fp32 copy of it.
         """
         masters = iter(self.masters)
         return [fp32_of(p, None if p.dtype is torch.float32 else next(masters)) for p in self.params]
