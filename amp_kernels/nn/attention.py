@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .conversion import LoadsItsKind, additions, has_hooks
+from .conversion import LoadsItsKind, additions, has_hooks, linear_part
 from .int8 import check_is_dense
 
 # The last one is a mark that transformers leaves on every module of its models.
@@ -230,10 +230,7 @@ def _linear(weight: Any, bias: Any) -> nn.Linear:
 
 def _part(layer: Any, x: Tensor, outputs: slice) -> Tensor:
     """Return the outputs in the slice `outputs` of a linear layer."""
-    if type(layer) is nn.Linear:
-        return F.linear(x, layer.weight[outputs], None if layer.bias is None else layer.bias[outputs])
-    result: Tensor = layer(x, outputs)
-    return result
+    return linear_part(layer, x, outputs) if type(layer) is nn.Linear else layer(x, outputs)
 
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor, batch: int | None) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.parameter import is_lazy
@@ -21,6 +22,7 @@ LOG = logging.getLogger("amp_kernels")
 # There is a warning if more than this share of the parameters' bytes stays in unconverted matrices. Layers that
 # `filter_fn` left out do not count.
 WARNING_SHARE = 0.1
+ALL = slice(None)
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.ConvTranspose2d)  # those that may become int8 layers
 
 
@@ -53,6 +55,11 @@ def is_transposed(layer: Any) -> bool:
 def matrix(layer: Any) -> Tensor:
     """Return the weight as [out_features, in_features]. For a Conv1D it is a transposed view."""
     return layer.weight.t() if is_transposed(layer) else layer.weight
+
+
+def linear_part(layer: Any, x: Tensor, outputs: slice = ALL) -> Tensor:
+    """Return some outputs of a linear layer in floating point."""
+    return F.linear(x, matrix(layer)[outputs], None if layer.bias is None else layer.bias[outputs])
 
 
 def by_outputs(layer: Any) -> Tensor:

@@ -13,6 +13,7 @@ raises an error.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -27,14 +28,13 @@ from ..ops import int8 as ops
 from ..ops.checks import check_are_tensors, why_not_loaded
 from ..ops.int8 import MAX_K
 from ..ops.library import call
-from .conversion import LoadsItsKind, by_outputs, factor_of, is_transposed, terms
+from .conversion import ALL, LoadsItsKind, by_outputs, factor_of, is_transposed, terms
 
 Mode = Literal["weight_only", "weight-only", "dynamic", "static"]
 MODES: tuple[Mode, ...] = ("weight_only", "dynamic", "static")
 # A backward pass dequantizes about this many elements of a weight at a time. They take 8 MB in 16 bits, and are enough
 # for a fast product.
 PANEL = 2**22
-ALL = slice(None)
 
 _Fn = Callable[[Tensor], Tensor]
 Affine = tuple[Tensor, Tensor] | None  # scale and zero point of a result in codes
@@ -357,6 +357,7 @@ class Int8ProductLayer(Int8Weight):
     input_scale: Tensor | None
     input_zero_point: Tensor | None
     _inputs: str  # what a product sums over
+    _operation: Any  # `apply_linear` or `apply_convolution`
 
     def __init__(
         self, shape: Sequence[int], bias: bool, mode: Mode, device: torch.device | str | None, dtype: torch.dtype | None
@@ -411,16 +412,21 @@ class Int8ProductLayer(Int8Weight):
         made.bias, made.input_scale, made.input_zero_point = layer.bias, input_scale, input_zero_point
         return made
 
-    def _compute(self, x: Tensor | Int8Tensor, codes: Affine = None, dtype: torch.dtype | None = None) -> Any:
-        """Return what the layer computes, without hooks.
+    def _compute(
+        self, x: Tensor | Int8Tensor, codes: Affine = None, dtype: torch.dtype | None = None, **options: Any
+    ) -> Any:
+        """Return what `forward` returns, without hooks.
 
         Args:
             x: The input.
             codes: None, or the scale and the zero point of the result. It is then an `Int8Tensor` without a gradient.
             dtype: Dtype of floats that are computed from an `Int8Tensor`. None stands for the dtype of autocast or of
                 the layer.
+            options: Those of `forward`.
         """
-        raise NotImplementedError
+        multiply = partial(self._product, codes=codes, dtype=dtype)
+        values = self._operation(x, self.weight_codes, self.weight_scale, multiply, **options)
+        return values if codes is None else Int8Tensor(values, *codes)
 
     @staticmethod
     def _on_codes(layer: nn.Module, x: Int8Tensor) -> Int8Tensor:
@@ -505,6 +511,27 @@ def known_mode(mode: Mode) -> Mode:
     return "weight_only" if mode == "weight-only" else mode
 
 
+def apply_linear(
+    layer: Any,
+    x: Tensor | Int8Tensor,
+    weight: Tensor,
+    scale: Tensor | None,
+    multiply: Callable[..., Tensor],
+    outputs: slice = ALL,
+) -> Tensor:
+    """Apply an int8 layer or a layer of `prepare_qat_` to rows `[..., K]`; see `apply_convolution`."""
+    kind = type(layer).__name__
+    check_is_dense(kind, x)
+    shape, bias = x.shape, layer.bias
+    if not shape or shape[-1] != layer.in_features:
+        raise ValueError(f"{kind}: x must have shape (..., {layer.in_features}), got {tuple(shape)}")
+    if outputs is not ALL:
+        weight, (scale, bias) = weight[outputs], (None if t is None else t[outputs] for t in (scale, bias))
+    rows = arranged(x, lambda values: values.unsqueeze(0) if values.dim() == 1 else values.flatten(0, -2))
+    result = multiply(rows, weight, scale, bias)
+    return result.reshape(*shape[:-1], weight.shape[0])
+
+
 class Int8Linear(Int8ProductLayer):
     """`torch.nn.Linear` with symmetric int8 weights for inference, with one scale per output.
 
@@ -567,6 +594,7 @@ class Int8Linear(Int8ProductLayer):
     """
 
     _inputs = "in_features"
+    _operation = apply_linear
 
     def __init__(
         self,
@@ -639,28 +667,7 @@ class Int8Linear(Int8ProductLayer):
             >>> layer(torch.ones(2, 3, 16)).shape
             torch.Size([2, 3, 4])
         """
-        result: Tensor = self._compute(x, outputs=outputs)
-        return result
-
-    def _compute(
-        self,
-        x: Tensor | Int8Tensor,
-        codes: Affine = None,
-        dtype: torch.dtype | None = None,
-        outputs: slice = ALL,
-    ) -> Any:
-        """Return what the layer computes; see `Int8ProductLayer`."""
-        check_is_dense("Int8Linear", x)
-        shape = x.shape
-        if not shape or shape[-1] != self.in_features:
-            raise ValueError(f"Int8Linear: x must have shape (..., {self.in_features}), got {tuple(shape)}")
-        weight, scale = self.weight_codes, self.weight_scale
-        bias: Tensor | None = self.bias
-        if outputs is not ALL:
-            weight, scale, bias = weight[outputs], scale[outputs], None if bias is None else bias[outputs]
-        result = self._product(arranged(x, rows_of), weight, scale, bias, codes=codes, dtype=dtype)
-        values = result.reshape(*shape[:-1], weight.shape[0])
-        return values if codes is None else Int8Tensor(values, *codes)
+        return self._compute(x, outputs=outputs)
 
     def extra_repr(self) -> str:
         """Return what `print(layer)` shows between the brackets."""
@@ -1030,11 +1037,6 @@ def times_codes(grad: Tensor, weight: Int8Tensor) -> Tensor:
 # ---------------------------------------------------------------------------------------------------------- helpers
 def _ascii(text: str, device: torch.device | str | None) -> Tensor:
     return torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
-
-
-def rows_of(x: Tensor) -> Tensor:
-    """Return `[..., K]` as a matrix."""
-    return x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
 
 
 def arranged(x: Any, arrange: _Fn) -> Any:

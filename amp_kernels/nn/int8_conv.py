@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..functional import Int8Tensor
 from .conversion import is_transposed
-from .int8 import Affine, Int8ProductLayer, Mode, Steps, arranged, check_is_dense
+from .int8 import Int8ProductLayer, Mode, Steps, arranged, check_is_dense
 
 
 def pads_both_ends_alike(conv: Any) -> bool:
@@ -51,8 +51,90 @@ def kernels_do_not_overlap(conv: Any) -> bool:
     return is_plain and tuple(conv.stride) == tuple(conv.weight.shape[2:])
 
 
+def apply_convolution(
+    layer: Any,
+    x: Tensor | Int8Tensor,
+    weight: Tensor,
+    scale: Tensor | None,
+    multiply: Callable[..., Tensor],
+    output_size: Sequence[int] | None = None,
+) -> Tensor:
+    """Apply an int8 layer or a layer of `prepare_qat_` to images or lines, with or without a batch.
+
+    `weight` is codes or floats in the order of codes. `multiply` returns a product, or with steps a convolution, for an
+    input, a weight, its scale and a bias.
+    """
+    check_images(layer, x)
+    check_output_size(layer, x, output_size)
+    dims, rank = weight.dim() - 2, len(x.shape)
+    images = arranged(x, partial(_images_of, dims=dims))
+    if is_transposed(layer):
+        result = _up_convolve(images, weight, scale, layer.bias, multiply)
+    else:
+        if dims == 1:
+            weight, scale = weight.unsqueeze(1), None if scale is None else scale.unsqueeze(1)
+        result = multiply(images, weight, scale, layer.bias, steps_of(layer))
+    result = result.permute(0, 3, 1, 2)
+    result = result.squeeze(2) if dims == 1 else result
+    return result.squeeze(0) if rank == dims + 1 else result
+
+
+def _images_of(x: Tensor, dims: int) -> Tensor:
+    """Return [B, C, H, W] or [B, C, L], or either without B, as [B, H, W, C], a view."""
+    if x.dim() == dims + 1:
+        x = x.unsqueeze(0)
+    return (x.unsqueeze(2) if dims == 1 else x).permute(0, 2, 3, 1)
+
+
+def _up_convolve(
+    images: Tensor | Int8Tensor, weight: Tensor, scale: Any, bias: Tensor | None, multiply: Callable[..., Tensor]
+) -> Tensor:
+    """Apply a transposed convolution whose kernels do not overlap, by one product for all pixels of [B, H, W, C].
+
+    A pixel `x` becomes a block of pixels: pixel (i, j) of the block is `weight[:, i, j] @ x + bias`. The result is
+    [B, H * kernel height, W * kernel width, N].
+    """
+    outputs, height, width, channels = weight.shape
+    taps = height * width
+    batch, rows, columns, _ = images.shape
+    pixels = arranged(images, lambda values: values.reshape(-1, channels))
+    # With the outputs of a pixel next to each other, the blocks are moved in long pieces. With `weight` as it is, each
+    # element would be moved alone, which takes a CPU 2 to 4 times as long (int8: 9 times or more). The copy of the
+    # weight takes 1% of the time of the product.
+    weight = weight.movedim(0, -2).reshape(taps * outputs, channels)
+    scale = scale.flatten().repeat(taps).unsqueeze(1)
+    result = multiply(pixels, weight, scale, None if bias is None else bias.repeat(taps))
+    blocks = result.view(batch, rows, columns, height, width, outputs).transpose(2, 3)
+    return blocks.reshape(batch, rows * height, columns * width, outputs)
+
+
+def check_images(layer: Any, x: Tensor | Int8Tensor) -> None:
+    """Raise an error unless `x` is a dense tensor of images or lines with the channels of a convolution."""
+    kind = type(layer).__name__
+    check_is_dense(kind, x)
+    shape, dims = x.shape, len(layer.kernel_size)
+    if len(shape) not in (dims + 1, dims + 2) or shape[-dims - 1] != layer.in_channels:
+        sizes = f"{layer.in_channels}, {('L', 'H, W')[dims - 1]}"
+        raise ValueError(f"{kind}: x must have shape (B, {sizes}) or ({sizes}), got {tuple(shape)}")
+
+
+def check_output_size(layer: Any, x: Tensor | Int8Tensor, output_size: Sequence[int] | None = None) -> None:
+    """Raise ValueError if `output_size` is not the size of the result for `x`."""
+    if output_size is None:
+        return
+    given = tuple(output_size)
+    size = tuple(n * k for n, k in zip(x.shape[-2:], layer.kernel_size, strict=False))
+    given = given[-2:] if len(given) == len(x.shape) else given
+    if given != size or any(isinstance(n, float) for n in given):
+        raise ValueError(
+            f"{type(layer).__name__}: output_size must be {size}, the size of the input times that of the kernel, got "
+            f"{tuple(output_size)}; leave the layer out with filter_fn"
+        )
+
+
 class _Int8Conv(Int8ProductLayer):
     _inputs = "in_channels times the size of the kernel"
+    _operation = apply_convolution
     _float_class: Any
     groups, padding_mode = 1, "zeros"  # for code that reads them
 
@@ -134,17 +216,6 @@ class _Int8Conv(Int8ProductLayer):
                 f"padding_mode={conv.padding_mode!r}; leave it in floating point"
             )
 
-    def _compute(
-        self,
-        x: Tensor | Int8Tensor,
-        codes: Affine = None,
-        dtype: torch.dtype | None = None,
-        output_size: Sequence[int] | None = None,
-    ) -> Any:
-        multiply = partial(self._product, codes=codes, dtype=dtype)
-        values = apply_convolution(self, x, self.weight_codes, self.weight_scale, multiply, output_size)
-        return values if codes is None else Int8Tensor(values, *codes)
-
     def extra_repr(self) -> str:
         """Return what `print(layer)` shows between the brackets."""
         shown = [f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}"]
@@ -172,8 +243,7 @@ class _Int8Conv(Int8ProductLayer):
             >>> layer(torch.ones(2, 3, 10, 10)).shape
             torch.Size([2, 8, 8, 8])
         """
-        result: Tensor = self._compute(x)
-        return result
+        return self._compute(x)
 
 
 class Int8Conv2d(_Int8Conv):
@@ -324,87 +394,4 @@ class Int8ConvTranspose2d(_Int8Conv):
             >>> layer(torch.ones(2, 8, 10, 10)).shape
             torch.Size([2, 3, 20, 20])
         """
-        result: Tensor = self._compute(x, output_size=output_size)
-        return result
-
-
-# ------------------------------------------------------------------------------------------------------ the product
-def apply_convolution(
-    layer: Any,
-    x: Tensor | Int8Tensor,
-    weight: Tensor,
-    scale: Tensor | None,
-    multiply: Callable[..., Tensor],
-    output_size: Sequence[int] | None = None,
-) -> Tensor:
-    """Apply an int8 layer or a layer of `prepare_qat_` to images or lines, with or without a batch.
-
-    `weight` is codes or floats in the order of codes. `multiply` returns a product, or with steps a convolution, for an
-    input, a weight, its scale and a bias.
-    """
-    check_images(layer, x)
-    check_output_size(layer, x, output_size)
-    dims, rank = weight.dim() - 2, len(x.shape)
-    images = arranged(x, partial(_images_of, dims=dims))
-    if is_transposed(layer):
-        result = _up_convolve(images, weight, scale, layer.bias, multiply)
-    else:
-        if dims == 1:
-            weight, scale = weight.unsqueeze(1), None if scale is None else scale.unsqueeze(1)
-        result = multiply(images, weight, scale, layer.bias, steps_of(layer))
-    result = result.permute(0, 3, 1, 2)
-    result = result.squeeze(2) if dims == 1 else result
-    return result.squeeze(0) if rank == dims + 1 else result
-
-
-def _images_of(x: Tensor, dims: int) -> Tensor:
-    """Return [B, C, H, W] or [B, C, L], or either without B, as [B, H, W, C], a view."""
-    if x.dim() == dims + 1:
-        x = x.unsqueeze(0)
-    return (x.unsqueeze(2) if dims == 1 else x).permute(0, 2, 3, 1)
-
-
-def _up_convolve(
-    images: Tensor | Int8Tensor, weight: Tensor, scale: Any, bias: Tensor | None, multiply: Callable[..., Tensor]
-) -> Tensor:
-    """Apply a transposed convolution whose kernels do not overlap, by one product for all pixels of [B, H, W, C].
-
-    A pixel `x` becomes a block of pixels: pixel (i, j) of the block is `weight[:, i, j] @ x + bias`. The result is
-    [B, H * kernel height, W * kernel width, N].
-    """
-    outputs, height, width, channels = weight.shape
-    taps = height * width
-    batch, rows, columns, _ = images.shape
-    pixels = arranged(images, lambda values: values.reshape(-1, channels))
-    # With the outputs of a pixel next to each other, the blocks are moved in long pieces. With `weight` as it is, each
-    # element would be moved alone, which takes a CPU 2 to 4 times as long (int8: 9 times or more). The copy of the
-    # weight takes 1% of the time of the product.
-    weight = weight.movedim(0, -2).reshape(taps * outputs, channels)
-    scale = scale.flatten().repeat(taps).unsqueeze(1)
-    result = multiply(pixels, weight, scale, None if bias is None else bias.repeat(taps))
-    blocks = result.view(batch, rows, columns, height, width, outputs).transpose(2, 3)
-    return blocks.reshape(batch, rows * height, columns * width, outputs)
-
-
-def check_images(layer: Any, x: Tensor | Int8Tensor) -> None:
-    """Raise an error unless `x` is a dense tensor of images or lines with the channels of a convolution."""
-    kind = type(layer).__name__
-    check_is_dense(kind, x)
-    shape, dims = x.shape, len(layer.kernel_size)
-    if len(shape) not in (dims + 1, dims + 2) or shape[-dims - 1] != layer.in_channels:
-        sizes = f"{layer.in_channels}, {('L', 'H, W')[dims - 1]}"
-        raise ValueError(f"{kind}: x must have shape (B, {sizes}) or ({sizes}), got {tuple(shape)}")
-
-
-def check_output_size(layer: Any, x: Tensor | Int8Tensor, output_size: Sequence[int] | None) -> None:
-    """Raise ValueError if `output_size` is not the size of the result for `x`."""
-    if output_size is None:
-        return
-    given = tuple(output_size)
-    size = tuple(n * k for n, k in zip(x.shape[-2:], layer.kernel_size, strict=False))
-    given = given[-2:] if len(given) == len(x.shape) else given
-    if given != size or any(isinstance(n, float) for n in given):
-        raise ValueError(
-            f"{type(layer).__name__}: output_size must be {size}, the size of the input times that of the kernel, got "
-            f"{tuple(output_size)}; leave the layer out with filter_fn"
-        )
+        return self._compute(x, output_size=output_size)

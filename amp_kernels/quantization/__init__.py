@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
@@ -50,22 +49,22 @@ from ..nn.conversion import (
     is_transposed,
     kept_weights,
     kind_in_torch,
+    linear_part,
     matrix,
     of_all_blocks,
     shares,
     terms,
 )
 from ..nn.int8 import (
-    ALL,
     FixedDtypes,
     Int8Weight,
     Mode,
     Steps,
+    apply_linear,
     check_is_dense,
     codes_of_weight,
     compute_dtype,
     known_mode,
-    rows_of,
     scaled_rows,
     w8a8,
 )
@@ -132,12 +131,7 @@ def quantize_(
             f"quantize_: mode must be 'weight_only' or 'dynamic', got {mode!r}; for static layers call prepare_, run "
             "some batches, and call convert_"
         )
-    codes = _SharedCodes()
-
-    def make(layer: Any) -> Any:
-        return codes.give(layer, partial(_int8_layer, layer, mode))
-
-    return _exchange_layers("quantize_", model, filter_fn, make, needs_int8_input=mode == "dynamic")
+    return _exchange_layers("quantize_", model, filter_fn, _to_int8(mode), needs_int8_input=mode == "dynamic")
 
 
 def prepare_(model: nn.Module, filter_fn: FilterFn | None = None) -> nn.Module:
@@ -164,7 +158,7 @@ def prepare_(model: nn.Module, filter_fn: FilterFn | None = None) -> nn.Module:
         >>> amp_kernels.quantization.convert_(model)[0]
         Int8Linear(in_features=16, out_features=8, bias=True, mode=static)
     """
-    make = partial(_prepared, _OBSERVED, observes=True)
+    make = partial(Observed.of, observes=True)
     return _exchange_layers("prepare_", model, filter_fn, make, needs_int8_input=True)
 
 
@@ -202,7 +196,7 @@ def prepare_qat_(
         raise ValueError(
             f"prepare_qat_: mode must be 'dynamic' or 'static', got {mode!r}; weight-only layers need no training"
         )
-    make = partial(_prepared, _QAT, observes=mode == "static")
+    make = partial(QAT.of, observes=mode == "static")
     return _exchange_layers("prepare_qat_", model, filter_fn, make, needs_int8_input=True, in_place=True)
 
 
@@ -247,8 +241,8 @@ def convert_(model: nn.Module) -> nn.Module:
             )
         if layer.observer is not None:
             layer.observer.check(name, " in training mode" if isinstance(layer, QAT) else "")
-    codes = _SharedCodes()
-    new: dict[Any, Any] = {layer: codes.give(layer, layer.convert) for layer in prepared}
+    make = _to_int8("dynamic")
+    new = {layer: make(layer) for layer in prepared}
     if read := [name for layer, name in prepared.items() if isinstance(layer, QAT) and layer.is_read]:
         LOG.info(
             "convert_: code outside of these layers has read their weights, in forward or elsewhere. The weights were "
@@ -299,10 +293,6 @@ class MinMaxObserver(FixedDtypes):
             ) from error
         return low, high
 
-    def affine(self) -> tuple[Tensor, Tensor]:
-        """Return the scale and the zero point for asymmetric codes of the range. The scale is NaN before a batch."""
-        return _affine(self.low, self.high)
-
     def check(self, name: str, when: str = "") -> None:
         """Raise ValueError unless the layer `name` has recorded a finite range. Waits for the device."""
         low, high = self.low.item(), self.high.item()
@@ -317,6 +307,7 @@ class MinMaxObserver(FixedDtypes):
 
 
 def _affine(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the scale and the zero point for asymmetric codes of a range. The scale is NaN before a batch."""
     both = quantize_int8(torch.stack([low, high]), symmetric=False)
     assert both.zero_point is not None
     return both.scale, both.zero_point
@@ -332,33 +323,34 @@ class _Prepared(LoadsItsKind):
     @classmethod
     def of(cls, layer: Any, observes: bool) -> Any:
         """Return a layer in place of a float layer. It records the range of inputs if `observes`."""
-        made: Any = cls.__new__(cls)
+        kind = _PREPARED[cls, kind_in_torch(layer)]
+        made = kind.__new__(kind)
         nn.Module.__init__(made)
         vars(made).update((name, value) for name, value in vars(layer).items() if name not in vars(made))
         made._parameters.update(layer._parameters)
+        observes = observes and not issubclass(kind, nn.Embedding)
         made.observer = MinMaxObserver(layer.weight.device) if observes else None
-        if issubclass(cls, nn.Linear):
+        if issubclass(kind, nn.Linear):
             made.is_transposed = is_transposed(layer)
             made.out_features, made.in_features = matrix(layer).shape
-        elif issubclass(cls, nn.Embedding):
+        elif issubclass(kind, nn.Embedding):
             factor = factor_of(layer)
             made.embed_scale = 1.0 if factor is None else factor
         return made.train(layer.training)
-
-    def convert(self, weight: Int8Tensor) -> Any:
-        """Return the int8 layer with these codes of the weight."""
-        if self.observer is None:
-            return _int8_layer(self, "dynamic", weight=weight)
-        scale, zero_point = self.observer.affine()
-        return _int8_layer(self, "static", weight=weight, input_scale=scale, input_zero_point=zero_point)
 
 
 class Observed(_Prepared):
     """A layer of `prepare_`. It computes in floating point, and records the range of its inputs."""
 
-    def _record(self, x: Tensor) -> None:
+    def forward(self, x: Tensor, *options: Any, **named: Any) -> Tensor:
+        if isinstance(self, nn.Embedding):
+            rows = super().forward(x)
+            return rows if self.embed_scale == 1 else rows * self.embed_scale
         check_is_dense(type(self).__name__, x)
+        if isinstance(self, nn.ConvTranspose2d):
+            check_output_size(self, x, *options, **named)
         self.observer(x)
+        return linear_part(self, x, *options, **named) if isinstance(self, nn.Linear) else super().forward(x)
 
 
 class QAT(_Prepared):
@@ -385,113 +377,62 @@ class QAT(_Prepared):
         if self.observer is not None:
             # In training the range of this batch alone is used, because activation checkpointing runs this forward pass
             # a second time in the backward pass. By then later batches may have widened the range of all batches.
-            of_x = _affine(*self.observer(x)) if self.training else self.observer.affine()
+            seen = self.observer
+            of_x = _affine(*(seen(x) if self.training else (seen.low, seen.high)))
         return w8a8(x, weight, scale, bias, *of_x, compute_dtype(x), not self.training, steps)
 
-
-# Each of these is also of the class of torch that it replaces, for code that looks for this class.
-class ObservedLinear(Observed, nn.Linear):
-    def forward(self, x: Tensor, outputs: slice = ALL) -> Tensor:
-        self._record(x)
-        return F.linear(x, matrix(self)[outputs], None if self.bias is None else self.bias[outputs])
-
-
-class QATLinear(QAT, nn.Linear):
-    def forward(self, x: Tensor, outputs: slice = ALL) -> Tensor:
-        check_is_dense("QATLinear", x)
-        rows = rows_of(x)
-        weight, bias = matrix(self)[outputs], None if self.bias is None else self.bias[outputs]
-        result = self._multiply(rows, weight, None, bias)
-        return result.reshape(*x.shape[:-1], weight.shape[0])
+    def forward(self, x: Tensor, *options: Any, **named: Any) -> Tensor:
+        if isinstance(self, nn.Embedding):
+            return scaled_rows(self, fake_quantize_int8(super().forward(x), dim=-1))
+        operation = apply_linear if isinstance(self, nn.Linear) else apply_convolution
+        # A transposed convolution multiplies by several rows for each output (`_up_convolve`). They share a scale.
+        scale = codes_of_weight(self).scale if isinstance(self, nn.ConvTranspose2d) else None
+        return operation(self, x, by_outputs(self), scale, self._multiply, *options, **named)
 
 
-class _ObservedConv(Observed):
-    def forward(self, x: Tensor) -> Any:
-        self._record(x)
-        return super().forward(x)
-
-
-class _QATConv(QAT):
-    def forward(self, x: Tensor) -> Tensor:
-        return apply_convolution(self, x, by_outputs(self), None, self._multiply)
-
-
-class ObservedConv1d(_ObservedConv, nn.Conv1d):
-    pass
-
-
-class ObservedConv2d(_ObservedConv, nn.Conv2d):
-    pass
-
-
-class QATConv1d(_QATConv, nn.Conv1d):
-    pass
-
-
-class QATConv2d(_QATConv, nn.Conv2d):
-    pass
-
-
-class ObservedConvTranspose2d(_ObservedConv, nn.ConvTranspose2d):
-    def forward(self, x: Tensor, output_size: Sequence[int] | None = None) -> Any:
-        check_output_size(self, x, output_size)
-        return super().forward(x)
-
-
-class QATConvTranspose2d(QAT, nn.ConvTranspose2d):
-    def forward(self, x: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
-        scale = codes_of_weight(self).scale
-        return apply_convolution(self, x, by_outputs(self), scale, self._multiply, output_size)
-
-
-class ObservedEmbedding(Observed, nn.Embedding):
-    def forward(self, index: Tensor) -> Tensor:
-        rows = super().forward(index)
-        return rows if self.embed_scale == 1 else rows * self.embed_scale
-
-
-class QATEmbedding(QAT, nn.Embedding):
-    def forward(self, index: Tensor) -> Tensor:
-        return scaled_rows(self, fake_quantize_int8(super().forward(index), dim=-1))
+# Each of these classes is also of the class of torch that it replaces, for code that looks for this class. They are
+# called ObservedLinear, QATConv2d and so on, and pickle finds them here.
+_PREPARED: dict[Any, Any] = {
+    (way, kind): type(f"{way.__name__}{kind.__name__}", (way, kind), {"__module__": __name__})
+    for way in (Observed, QAT)
+    for kind in (nn.Linear, nn.Embedding, *CONVOLUTIONS)
+}
+globals().update((kind.__name__, kind) for kind in _PREPARED.values())
 
 
 # ---------------------------------------------------------------------------------------------------------- helpers
-_OBSERVED = ObservedLinear, ObservedConv1d, ObservedConv2d, ObservedConvTranspose2d, ObservedEmbedding
-_QAT = QATLinear, QATConv1d, QATConv2d, QATConvTranspose2d, QATEmbedding
-_INT8: dict[Any, Any] = {nn.Conv1d: Int8Conv1d, nn.Conv2d: Int8Conv2d, nn.ConvTranspose2d: Int8ConvTranspose2d}
+_FROM_FLOAT: dict[Any, Any] = {
+    nn.Linear: Int8Linear.from_linear,
+    nn.Conv1d: Int8Conv1d.from_conv,
+    nn.Conv2d: Int8Conv2d.from_conv,
+    nn.ConvTranspose2d: Int8ConvTranspose2d.from_conv,
+}
 
 
-def _prepared(classes: tuple[Any, ...], layer: Any, observes: bool) -> Any:
-    kind = kind_in_torch(layer)
-    return next(c for c in classes if issubclass(c, kind)).of(layer, observes and kind is not nn.Embedding)
-
-
-def _int8_layer(layer: Any, mode: Mode, **options: Any) -> Any:
-    """Return the int8 layer for a float layer or a prepared one. An embedding has no mode."""
+def _int8_layer(layer: Any, mode: Mode, weight: Int8Tensor) -> Any:
+    """Return the int8 layer with these codes for a float layer, or for a prepared one, static if it has an observer."""
     if isinstance(layer, nn.Embedding):
-        made = Int8Embedding.from_embedding(layer, **options)
+        made = Int8Embedding.from_embedding(layer, weight=weight)
         made.embed_scale = layer.embed_scale if isinstance(layer, _Prepared) else made.embed_scale
         return made
-    kind = kind_in_torch(layer)
-    return (Int8Linear.from_linear if kind is nn.Linear else _INT8[kind].from_conv)(layer, mode, **options)
+    make = partial(_FROM_FLOAT[kind_in_torch(layer)], layer, weight=weight)
+    if not isinstance(layer, _Prepared) or layer.observer is None:
+        return make(mode)
+    scale, zero_point = _affine(layer.observer.low, layer.observer.high)
+    return make("static", input_scale=scale, input_zero_point=zero_point)
 
 
-class _SharedCodes:
-    """Quantizes each weight once. Layers that share a weight get int8 layers that share its codes and scales.
+def _to_int8(mode: Mode) -> Callable[[Any], Any]:
+    """Return a function that makes int8 layers. For a weight that layers share, these share codes, scales and dtype."""
+    first: dict[tuple[Tensor, bool], Any] = {}
 
-    Such int8 layers also share the tensor `weight_dtype`.
-    """
-
-    def __init__(self) -> None:
-        self._first: dict[tuple[Tensor, bool], Any] = {}
-
-    def give(self, layer: Any, convert: Callable[..., Any]) -> Any:
-        """Call `convert` with the codes of the weight of `layer`. Return the layer that `convert` makes."""
+    def make(layer: Any) -> Any:
         key = layer.weight, is_transposed(layer)
-        first = self._first.get(key)
-        made = convert(weight=codes_of_weight(layer) if first is None else first._codes())
-        made.weight_dtype = self._first.setdefault(key, made).weight_dtype
+        made = _int8_layer(layer, mode, first[key]._codes() if key in first else codes_of_weight(layer))
+        made.weight_dtype = first.setdefault(key, made).weight_dtype
         return made
+
+    return make
 
 
 def _exchange_layers(

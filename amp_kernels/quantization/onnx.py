@@ -35,8 +35,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .._loader import import_extra
 from ..nn import Int8Conv1d, Int8Conv2d, Int8ConvTranspose2d, Int8Embedding, Int8Linear
-from ..nn.conversion import check_model, exchange, has_hooks, terms
-from ..nn.int8 import ALL, Int8ProductLayer, Int8Weight, scaled_rows
+from ..nn.conversion import ALL, check_model, exchange, has_hooks, terms
+from ..nn.int8 import Int8ProductLayer, Int8Weight, scaled_rows
 from ..nn.int8_conv import check_output_size, steps_of
 from ..nn.int8_sequential import Int8Sequential
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import amp_kernels
 from amp_kernels.nn import Int8Linear
-from amp_kernels.quantization import convert_, prepare_, prepare_qat_, quantize_
+from amp_kernels.quantization import _affine, convert_, prepare_, prepare_qat_, quantize_
 from amp_kernels.testing.common import randn
 
 
@@ -95,7 +95,7 @@ def by_torch(layer: nn.Module) -> Callable[[Tensor], Tensor]:
     else:
         weight = None
         mode = "dynamic" if layer.observer is None else "static"
-        ranges = (None, None) if layer.observer is None else layer.observer.affine()
+        ranges = (None, None) if layer.observer is None else _affine(layer.observer.low, layer.observer.high)
     options = {"dim": -1, "symmetric": False}
     if mode == "static":
         options = dict(zip(("scale", "zero_point"), ranges, strict=True))
