@@ -125,15 +125,10 @@ class MultiheadAttention(LoadsItsKind):
     ) -> tuple[Tensor, Tensor | None]:
         """Attend, as `torch.nn.MultiheadAttention` does.
 
+        The other arguments are those of `torch.nn.MultiheadAttention.forward`, with the same shapes.
+
         Args:
-            query: `[L, B, embed_dim]`, or `[B, L, embed_dim]` if `batch_first`, or `[L, embed_dim]`.
-            key: The same with length S and size `kdim`.
-            value: The same with length S and size `vdim`.
-            key_padding_mask: `[B, S]` or `[S]`: True for keys to leave out, or floats to add to the scores.
             need_weights: Return the weights, too. This takes more time and memory.
-            attn_mask: `[L, S]` or `[B * num_heads, L, S]`: True for pairs to leave out, or floats to add to the scores.
-            average_attn_weights: Return the mean of the weights over the heads.
-            is_causal: A promise that `attn_mask` is the causal mask.
 
         Returns:
             The result, in the shape of `query`, and the weights `[B, L, S]` (`[B, num_heads, L, S]` if they are not

@@ -563,15 +563,10 @@ class Int8Linear(Int8ProductLayer):
     is 0 for values of `x` outside the range of the codes (Jacob et al. 2018). The weight is frozen. The bias is a
     parameter in the dtype of the original layer.
 
-    The weights of a new layer are 0: load a state dict, or use `from_linear`.
+    The weights of a new layer are 0: load a state dict, or use `from_linear`. The other arguments are those of `torch.nn.Linear`.
 
     Args:
-        in_features: Size of the last dimension of the input.
-        out_features: Size of the last dimension of the output.
-        bias: Add a bias.
         mode: `"weight_only"`, `"dynamic"` or `"static"`.
-        device: As in `torch.nn.Linear`.
-        dtype: As in `torch.nn.Linear`.
 
     Attributes:
         weight_codes: int8 `[out_features, in_features]`.
@@ -684,16 +679,11 @@ class Int8Embedding(Int8Weight):
     effect. With `max_norm`, rows of the result whose norm is above `max_norm` are scaled down to this norm. The table
     does not change. Rows of the result are multiplied by `embed_scale`, as in the tables of words of Gemma and BART.
 
-    The table of a new layer is 0: load a state dict, or use `from_embedding`.
+    The table of a new layer is 0: load a state dict, or use `from_embedding`. The other arguments are those of
+    `torch.nn.Embedding`.
 
     Args:
-        num_embeddings: Number of rows.
-        embedding_dim: Size of a row.
         padding_idx: Stored for code that reads it; it has no effect.
-        device: As in `torch.nn.Embedding`.
-        dtype: As in `torch.nn.Embedding`.
-        max_norm: As in `torch.nn.Embedding`.
-        norm_type: As in `torch.nn.Embedding`.
         embed_scale: Factor of the result. `weight` does not contain it.
 
     Attributes:

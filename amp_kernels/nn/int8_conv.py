@@ -268,20 +268,13 @@ class Int8Conv2d(_Int8Conv):
     `weight_codes` is int8 `[out_channels, kernel height, kernel width, in_channels]`, and `weight_scale` is fp32
     `[out_channels, 1, 1, 1]`.
 
-    The weights of a new layer are 0: load a state dict, or use `from_conv`.
+    The weights of a new layer are 0: load a state dict, or use `from_conv`. The other arguments are those of
+    `torch.nn.Conv2d`.
 
     Args:
-        in_channels: As in `torch.nn.Conv2d`.
-        out_channels: As in `torch.nn.Conv2d`.
-        kernel_size: As in `torch.nn.Conv2d`.
-        stride: As in `torch.nn.Conv2d`.
         padding: As in `torch.nn.Conv2d`. `"same"` is refused if it would pad the end of a dimension more than its
             beginning. Padding is always with zeros.
-        dilation: As in `torch.nn.Conv2d`.
-        bias: Add a bias.
         mode: `"weight_only"`, `"dynamic"` or `"static"`.
-        device: As in `torch.nn.Conv2d`.
-        dtype: As in `torch.nn.Conv2d`.
 
     Raises:
         ValueError: `mode` is unknown, `padding` does not fit, or an output sums more than 131071 products and `mode` is
@@ -301,7 +294,7 @@ class Int8Conv2d(_Int8Conv):
 class Int8Conv1d(_Int8Conv):
     """`torch.nn.Conv1d` with symmetric int8 weights for inference, with one scale per output channel.
 
-    It takes the arguments of `amp_kernels.nn.Int8Conv2d`. Everything is as there, for lines `[B, C, L]` in place of
+    Its arguments are those of `amp_kernels.nn.Int8Conv2d`. Everything is as there, for lines `[B, C, L]` in place of
     images. `weight_codes` is int8 `[out_channels, kernel size, in_channels]`, and `weight_scale` is fp32
     `[out_channels, 1, 1]`.
 
@@ -328,7 +321,7 @@ class Int8ConvTranspose2d(_Int8Conv):
     There is one scale per output channel. A call copies the codes of the weight into the order of the result.
 
     An input in channels_last memory is read in place. Results are in this memory too. An input in any other order is
-    copied first. Attributes, dtypes, gradients and autocast are as in `Int8Conv2d`. The layer takes the arguments of
+    copied first. Attributes, dtypes, gradients and autocast are as in `Int8Conv2d`. The arguments are those of
     `amp_kernels.nn.Int8Conv2d`, except those for steps. The size of the kernel is the stride, too.
 
     The weights of a new layer are 0: load a state dict, or use `from_conv`.

@@ -24,12 +24,10 @@ class Linear(LoadsItsKind, nn.Linear):
     On a GPU the result `y` may be a view of a wider tensor if `out_features` is not a multiple of 8. A `y.view(...)`
     that merges the last dimension with others then raises an error. Write `y.reshape(...)` instead.
 
+    The other arguments are those of `torch.nn.Linear`.
+
     Args:
-        in_features: Size of the last dimension of the input.
-        out_features: Size of the last dimension of the output.
         bias: Whether the layer has a bias. It is added before the result is rounded.
-        device: As in `torch.nn.Linear`.
-        dtype: As in `torch.nn.Linear`.
         activation: `"relu"`, `"gelu"` (by erf), `"gelu_tanh"` or None. It is not part of the state dict.
 
     Raises:

@@ -120,7 +120,7 @@ def _faults(public: Public, by_name: dict[str, Public]) -> Iterator[str]:
         documented = public.names("Attributes")  # of a dataclass or a NamedTuple
     if elsewhere := re.search(r"takes the arguments of `([\w.]+)`", public.doc.replace("\n", " ")):
         documented = [name for name in by_name[elsewhere[1]].names("Args") if name in parameters]
-    if others := re.search(r"other arguments are those of (`[\w.]+`(?: and `[\w.]+`)*)", public.doc.replace("\n", " ")):
+    if others := re.search(r"arguments are those of (`[\w.]+`(?: and `[\w.]+`)*)", public.doc.replace("\n", " ")):
         theirs = {name for other in re.findall(r"`([\w.]+)`", others[1]) for name in _parameters_of(other)}
         parameters = [name for name in parameters if name in documented or name not in theirs]
     if parameters != documented:
