@@ -68,6 +68,9 @@ class MultiheadAttention(LoadsItsKind):
     in_proj_weight = in_proj_bias = None
     _qkv_same_embed_dim = False
 
+    _absent = "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"
+    _why_absent = "the projections are layers of their own here"
+
     embed_dim: int
     num_heads: int
     head_dim: int
@@ -150,7 +153,9 @@ class MultiheadAttention(LoadsItsKind):
         check_is_dense("MultiheadAttention", query)
         is_batched = query.dim() == 3
         _check_shapes(query, key, value, 1 - self.batch_first if is_batched else None)
-        q, k, v = (self._batch_first(x, is_batched) for x in self._projected(query, key, value))
+        q, k, v = self._projected(query, key, value)
+        if not (is_batched and self.batch_first):
+            q, k, v = (x.transpose(0, 1) if is_batched else x.unsqueeze(0) for x in (q, k, v))
         batch, length, sources = q.shape[0], q.shape[1], k.shape[1]
         if "bias_k" in self.biases:
             k, v = (
@@ -184,20 +189,6 @@ class MultiheadAttention(LoadsItsKind):
         order = (0, 2, 1, 3) if self.batch_first or not is_batched else (2, 0, 1, 3)
         result = self.out_proj(attended.permute(order).flatten(2))
         return result if is_batched else result.squeeze(0), weights
-
-    def _why_not_loaded(self, state_dict: Any, prefix: str, local_metadata: Any) -> list[str]:
-        weights = [f"{prefix}{name}_weight" for name in ("in_proj", "q_proj", "k_proj", "v_proj")]
-        return [
-            f"load_state_dict: {name} must not be given, since the projections are layers of their own here; load the "
-            "checkpoint of the float model first, then convert the model"
-            for name in weights
-            if name in state_dict
-        ]
-
-    def _batch_first(self, x: Tensor, is_batched: bool) -> Tensor:
-        if not is_batched:
-            return x.unsqueeze(0)
-        return x if self.batch_first else x.transpose(0, 1)
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         size = self.embed_dim

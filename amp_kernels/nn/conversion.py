@@ -242,26 +242,24 @@ class LoadsItsKind(nn.Module):
     the key of the other kind, for example `weight` in place of `weight_codes`.
     """
 
-    def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    _absent: tuple[str, ...] = ()  # entries of the float module for which this one has no place
+    _why_absent = ""
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *others: Any) -> None:
         if wrong := self._why_not_loaded(state_dict, prefix, local_metadata):
-            error_msgs += wrong  # load_state_dict raises an error with all messages, whatever `strict` is
-            return
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+            errors = others[-1]
+            errors += wrong  # load_state_dict raises an error with all messages, whatever `strict` is
+        else:
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
 
     def _why_not_loaded(self, state_dict: Any, prefix: str, local_metadata: Any) -> list[str]:
         """Return an error message for each entry of the wrong kind."""
-        reasons = []
+        reasons = [
+            f"load_state_dict: {prefix}{name} must not be given, since {self._why_absent}; load the checkpoint of the "
+            "float model first, then convert the model"
+            for name in self._absent
+            if f"{prefix}{name}" in state_dict
+        ]
         for name, own in (*self._parameters.items(), *self._buffers.items()):
             for key in (name, _OTHER_KIND.get(name)):
                 given = state_dict.get(f"{prefix}{key}")
@@ -329,19 +327,25 @@ def kind_of(layer: Any) -> str:
         return f"{kind.__name__}, see torch.nn.utils.parametrize.remove_parametrizations"
     is_known = kind.__module__.partition(".")[0] in ("torch", "amp_kernels")
     name = kind.__name__ if is_known else f"{kind.__module__}.{kind.__qualname__}"
-    if not isinstance(layer, CONVOLUTIONS):
-        return name
-    from .int8_conv import pads_both_ends_alike  # which imports this file
+    found = unusual(layer) if isinstance(layer, CONVOLUTIONS) else {}
+    return name + (" with " + ", ".join(f"{key}={value!r}" for key, value in found.items()) if found else "")
 
+
+def unusual(conv: Any) -> dict[str, object]:
+    """Return the attributes of a float convolution because of which no int8 layer can compute it.
+
+    A transposed convolution must turn each pixel into a block of pixels of its own. Other convolutions must pad both
+    ends of a dimension alike. With `padding="same"` a kernel that covers an even number of pixels needs one more at the
+    end.
+    """
     plain: dict[str, object] = {"groups": 1, "padding_mode": "zeros"}
-    if is_transposed(layer):
-        plain |= {"kernel_size": layer.stride, "stride": layer.kernel_size}
-        zeros = (0,) * len(layer.stride)
-        plain |= {"padding": zeros, "output_padding": zeros, "dilation": (1,) * len(layer.stride)}
-    elif layer.padding == "same" and not pads_both_ends_alike(layer):
+    if is_transposed(conv):
+        plain |= {"kernel_size": conv.stride, "stride": conv.kernel_size}
+        zeros = (0,) * len(conv.stride)
+        plain |= {"padding": zeros, "output_padding": zeros, "dilation": (1,) * len(conv.stride)}
+    elif conv.padding == "same" and any((k - 1) * d % 2 for k, d in zip(conv.kernel_size, conv.dilation, strict=True)):
         plain |= {"kernel_size": None, "padding": None}
-    unusual = [f"{key}={now!r}" for key in plain if (now := getattr(layer, key)) != plain[key]]
-    return name + (" with " + ", ".join(unusual) if unusual else "")
+    return {key: now for key in plain if (now := getattr(conv, key)) != plain[key]}
 
 
 def of_all_blocks(name: str) -> str:

@@ -330,11 +330,13 @@ class Int8Weight(FixedDtypes):
         key, errors = f"{prefix}weight", others[-1]
         given, before = state_dict.get(key), len(errors)
         is_dtype, buffers = _is_dtype(given), {prefix + name for name in self._buffers}
+        # Older state dicts hold a copy of the next layer's input scale for each layer that passed codes.
+        left_out = {f"{prefix}output_scale", f"{prefix}output_zero_point", *[key] * is_dtype}
         # With `assign=True` torch would register a parameter in place of a buffer.
         state_dict = {
             name: value.detach() if name in buffers and isinstance(value, nn.Parameter) else value
             for name, value in state_dict.items()
-            if not (is_dtype and name == key)
+            if name not in left_out
         }
         super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *others)
         if len(errors) > before:
@@ -468,7 +470,7 @@ class Int8ProductLayer(Int8Weight):
                 quantized_weight(weight, scale),
                 steps,
                 bias=None if bias is None else bias.detach().float(),
-                out_dtype=dtype or autocast_dtype(self.weight_codes.device) or self.dtype,
+                out_dtype=dtype or compute_dtype(self.weight_dtype),
                 out_scale=out_scale,
                 out_zero_point=out_zero_point,
             )
@@ -483,11 +485,6 @@ class Int8ProductLayer(Int8Weight):
         multiply = reference.int8_linear if torch_private.is_transformed() else _WeightOnly.apply
         result: Tensor = multiply(x, weight, scale, bias)
         return result
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
-        # Older state dicts hold a copy of the next layer's input scale for each layer that passed codes.
-        old = f"{prefix}output_scale", f"{prefix}output_zero_point"
-        super()._load_from_state_dict({k: v for k, v in state_dict.items() if k not in old}, prefix, *others)
 
     def _why_not_loaded(self, state_dict: Any, prefix: str, local_metadata: Any) -> list[str]:
         reasons = super()._why_not_loaded(state_dict, prefix, local_metadata)
@@ -563,7 +560,8 @@ class Int8Linear(Int8ProductLayer):
     is 0 for values of `x` outside the range of the codes (Jacob et al. 2018). The weight is frozen. The bias is a
     parameter in the dtype of the original layer.
 
-    The weights of a new layer are 0: load a state dict, or use `from_linear`. The other arguments are those of `torch.nn.Linear`.
+    The weights of a new layer are 0: load a state dict, or use `from_linear`. The other arguments are those of
+    `torch.nn.Linear`.
 
     Args:
         mode: `"weight_only"`, `"dynamic"` or `"static"`.
@@ -849,8 +847,7 @@ def scaled_rows(table: Any, rows: Tensor) -> Tensor:
 
 def codes_of_weight(layer: nn.Module) -> Int8Tensor:
     """Quantize a layer's weight to contiguous symmetric codes in the order of `by_outputs`, with a scale per output."""
-    weight = by_outputs(layer).detach().contiguous()
-    return quantize_int8(weight, **_scheme(weight, None))
+    return quantized_weight(by_outputs(layer).detach().contiguous(), None)
 
 
 def codes_to_share(op: str, codes: Int8Tensor | None, layer: nn.Module) -> Int8Tensor:
@@ -1036,13 +1033,8 @@ def arranged(x: Any, arrange: _Fn) -> Any:
     return arrange(x)
 
 
-def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Return the dtype of autocast if autocast is on, otherwise None."""
-    if device.type == "meta":  # torch raises an error if it is asked for autocast on this device
-        return None
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-
-
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of the result of a linear layer for the input `x`."""
-    return autocast_dtype(x.device) or x.dtype
+    """Return the dtype of autocast if autocast is on, otherwise that of `x`."""
+    kind = x.device.type
+    # torch raises an error if it is asked for autocast on the device "meta".
+    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else x.dtype

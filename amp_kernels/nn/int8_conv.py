@@ -17,19 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ..functional import Int8Tensor
-from .conversion import is_transposed
+from .conversion import is_transposed, unusual
 from .int8 import Int8ProductLayer, Mode, Steps, arranged, check_is_dense
-
-
-def pads_both_ends_alike(conv: Any) -> bool:
-    """Return whether a float convolution pads with zeros, as many at the end of a dimension as at its beginning.
-
-    With `padding="same"` a kernel that covers an even number of pixels needs one more at the end.
-    """
-    if conv.padding_mode != "zeros":
-        return False
-    taps = zip(conv.kernel_size, conv.dilation, strict=True)
-    return conv.padding != "same" or all((size - 1) * step % 2 == 0 for size, step in taps)
 
 
 def steps_of(conv: Any) -> Steps:
@@ -43,12 +32,6 @@ def steps_of(conv: Any) -> Steps:
     of_a_line = {"stride": (1,), "padding": (0,), "dilation": (1,)}
     given = {"stride": conv.stride, "padding": padding, "dilation": conv.dilation}
     return {name: tuple((of_a_line[name] if len(value) == 1 else ()) + tuple(value)) for name, value in given.items()}
-
-
-def kernels_do_not_overlap(conv: Any) -> bool:
-    """Return whether a transposed float convolution turns each pixel into a block of pixels of its own."""
-    is_plain = conv.groups == 1 and not any((*conv.padding, *conv.output_padding)) and {*conv.dilation} == {1}
-    return is_plain and tuple(conv.stride) == tuple(conv.weight.shape[2:])
 
 
 def apply_convolution(
@@ -155,7 +138,7 @@ class _Int8Conv(Int8ProductLayer):
         steps: Steps = {"stride": stride, "padding": padding, "dilation": dilation}
         like = self._float_class(in_channels, out_channels, kernel_size, **steps, bias=False, device="meta")
         kind = type(self).__name__
-        if not pads_both_ends_alike(like):
+        if unusual(like):
             raise ValueError(
                 f"{kind}: padding must add as many pixels at the end of a dimension as at its beginning, got 'same' "
                 f"for a kernel of {like.kernel_size} with dilation {like.dilation}; pad the input yourself"
@@ -358,7 +341,7 @@ class Int8ConvTranspose2d(_Int8Conv):
 
     @classmethod
     def _check_fits(cls, op: str, conv: Any) -> None:
-        if not kernels_do_not_overlap(conv):
+        if unusual(conv):
             given = ("stride", "padding", "output_padding", "dilation", "groups")
             raise ValueError(
                 f"{op}: conv must have a stride equal to the size of its kernel {tuple(conv.weight.shape[2:])}, no "

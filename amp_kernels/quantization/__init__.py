@@ -54,6 +54,7 @@ from ..nn.conversion import (
     of_all_blocks,
     shares,
     terms,
+    unusual,
 )
 from ..nn.int8 import (
     FixedDtypes,
@@ -68,7 +69,7 @@ from ..nn.int8 import (
     scaled_rows,
     w8a8,
 )
-from ..nn.int8_conv import apply_convolution, check_output_size, kernels_do_not_overlap, pads_both_ends_alike
+from ..nn.int8_conv import apply_convolution, check_output_size
 from ..nn.int8_sequential import Int8Sequential
 from ..ops.int8 import MAX_K
 from ..ops.table import DTYPE_CODES
@@ -544,11 +545,7 @@ def _is_known(layer: nn.Module) -> bool:
         return False
     if not isinstance(layer, (nn.Linear, nn.Embedding, *CONVOLUTIONS)):
         return is_conv1d(layer)
-    if isinstance(layer, nn.Conv1d | nn.Conv2d) and not (layer.groups == 1 and pads_both_ends_alike(layer)):
-        return False
-    if isinstance(layer, nn.ConvTranspose2d) and not kernels_do_not_overlap(layer):
-        return False
-    return factor_of(layer) is not None
+    return not (isinstance(layer, CONVOLUTIONS) and unusual(layer)) and factor_of(layer) is not None
 
 
 def left_in_float(model: nn.Module) -> dict[str, nn.Module]:
@@ -599,25 +596,18 @@ def _replace_layers(
     line, is_unexpected = shares(root, new.keys(), spared or ())
     warns = is_unexpected and spared is not None
     exchange(root, new)
-    _switch_off_fused_kernels(root, set(new.values()))
+    # In eval mode the fused kernels of torch's transformer layers read the weights of linear layers and do not call the
+    # layers. So they are switched off around new layers.
+    made = set(new.values())
+    encoders = nn.TransformerEncoderLayer, nn.TransformerEncoder
+    for parent in (m for m in root.modules() if isinstance(m, encoders) and not made.isdisjoint(m.modules())):
+        if isinstance(parent, nn.TransformerEncoderLayer):
+            parent.activation_relu_or_gelu = 0
+        else:  # with a padding mask the encoder would make nested tensors, which only the fused kernels can read
+            parent.use_nested_tensor = False
     LOG.log(logging.WARNING if warns else logging.INFO, "%s: %s", op, line)
     result = new.get(root, root)
     if result is not model:
         kind = type(model).__name__
         LOG.warning("%s: a %s by itself cannot be replaced in place; use the layer that %s returns", op, kind, op)
     return result
-
-
-def _switch_off_fused_kernels(model: nn.Module, new: set[nn.Module]) -> None:
-    """Switch off the fused kernels of torch's transformer layers that contain a new layer.
-
-    In eval mode these kernels read the weights of the linear layers and do not call the layers.
-    """
-    for parent in model.modules():
-        if isinstance(parent, nn.TransformerEncoderLayer | nn.TransformerEncoder) and not new.isdisjoint(
-            parent.modules()
-        ):
-            if isinstance(parent, nn.TransformerEncoderLayer):
-                parent.activation_relu_or_gelu = 0
-            else:  # with a padding mask the encoder would make nested tensors, which only the fused kernels can read
-                parent.use_nested_tensor = False

@@ -41,20 +41,14 @@ class FoldedBatchNorm(LoadsItsKind, nn.Identity):
     Without it, `load_state_dict(strict=False)` would load the weight of the convolution, and leave out the statistics.
     """
 
+    _absent = ("running_mean",)
+    _why_absent = "this batch norm was folded into a convolution"
+
     def __init__(self, norm: Any) -> None:
         super().__init__()
         self.num_features, self.eps, self.momentum = norm.num_features, norm.eps, norm.momentum
         self.affine, self.track_running_stats = norm.affine, norm.track_running_stats
         self.train(norm.training)
-
-    def _why_not_loaded(self, state_dict: Any, prefix: str, local_metadata: Any) -> list[str]:
-        given = f"{prefix}running_mean"
-        if given not in state_dict:
-            return []
-        return [
-            f"load_state_dict: {given} must not be given, since this batch norm was folded into a convolution; load "
-            "the checkpoint of the float model first, then convert the model"
-        ]
 
 
 class Folded(NamedTuple):

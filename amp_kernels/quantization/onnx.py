@@ -252,17 +252,14 @@ class _StandIn(nn.Module):
 
 
 class _Product(_StandIn):
-    """Stands in for an int8 layer that multiplies."""
+    """Stands in for an int8 layer that multiplies.
 
-    weight_codes: Tensor
-    weight_scale: Tensor
-    weight_zero_point: Tensor
+    A subclass has the methods `multiply`, `sums` and `sums_of_weights`.
+    """
+
     roomy_codes: Tensor  # the weight of a product whose results are codes (`_with_room`)
-    roomy_scale: Tensor
     bias: nn.Parameter | None  # as in the layer, for models that read it
     repeats: int  # how many outputs in a row have the same bias
-    input_scale: Tensor
-    input_zero_point: Tensor
     axis: int  # the dimension of the outputs in `weight_codes`
     order: tuple[int, ...]  # for each dimension of the weight, the dimension of `weight_codes`
     # The shapes in which a number for each output broadcasts with the weight and with a result.
@@ -346,18 +343,6 @@ class _Product(_StandIn):
         values = (torch.round(x * (1 / scale)) + zero_point).clamp(0, 255).to(torch.uint8)
         return _Codes(values, scale, zero_point)
 
-    def multiply(self, x: Any, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Multiply floats."""
-        raise NotImplementedError
-
-    def sums(self, codes: _Codes, weight: _Codes, zero_point: Tensor | None) -> Tensor:
-        """Return the int32 sums of products of codes, after a zero point is subtracted from the input's codes."""
-        raise NotImplementedError
-
-    def sums_of_weights(self, codes: _Codes, weight: _Codes) -> Tensor:
-        """Return for each output the sum of the weights that multiply inputs, as floats."""
-        raise NotImplementedError
-
 
 def _with_room(codes: Tensor, scale: Tensor, bias: Tensor, input_scale: Tensor) -> tuple[Tensor, Tensor]:
     """Return int8 codes of a weight [N, ...] and their scales [N], so that runtimes can add the bias to an int32 sum.
@@ -388,14 +373,15 @@ class _Linear(_Product):
         self.order = (0, 1) if layer.is_transposed else (1, 0)
 
     def multiply(self, x: Any, weight: Tensor, bias: Tensor | None) -> Tensor:
-        result: Tensor = x @ weight
-        return result if bias is None else result + bias
+        return x @ weight if bias is None else x @ weight + bias
 
     def sums(self, codes: _Codes, weight: _Codes, zero_point: Tensor | None) -> Tensor:
+        """Return the int32 sums of products of codes, after a zero point is subtracted from the input's codes."""
         shape = (*codes.values.shape[:-1], weight.values.shape[1])
         return _onnx("MatMulInteger", (codes.values, weight.values, zero_point, _middle()), torch.int32, shape)
 
     def sums_of_weights(self, codes: _Codes, weight: _Codes) -> Tensor:
+        """Return for each output the sum of the weights that multiply inputs, as floats."""
         return _steps(weight).sum(0)
 
 
@@ -476,9 +462,6 @@ class _ConvTranspose(_Conv):
 
 
 class _Embedding(_StandIn):
-    weight_codes: Tensor
-    weight_scale: Tensor
-
     def __init__(self, layer: Int8Embedding) -> None:
         super().__init__(layer, weight_codes=layer.weight_codes, weight_scale=layer.weight_scale)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
@@ -148,13 +149,13 @@ class _Alone(NamedTuple):
     version: int
 
 
+@dataclass
 class _Codes:
     """The codes of a tensor, and a weak reference to its storage. The reference keeps the key in `_codes` unique."""
 
-    __slots__ = ("__weakref__", "dtype", "storage", "tensor")
-
-    def __init__(self, tensor: Int8Tensor, dtype: torch.dtype, storage: StorageWeakRef) -> None:
-        self.tensor, self.dtype, self.storage = tensor, dtype, storage
+    tensor: Int8Tensor
+    dtype: torch.dtype
+    storage: StorageWeakRef
 
 
 class _Packed(NamedTuple):
