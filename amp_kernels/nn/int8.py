@@ -277,7 +277,7 @@ class Int8Weight(FixedDtypes):
         super().register_parameter(name, param)
 
     def _codes(self) -> Int8Tensor:
-        return quantized_weight(self.weight_codes, self.weight_scale)
+        return codes_of(self.weight_codes, self.weight_scale)
 
     def _tie(self, weight: Any) -> None:
         """Share codes and dtype of the int8 layer that `weight` belongs to.
@@ -458,7 +458,7 @@ class Int8ProductLayer(Int8Weight):
     ) -> Tensor:
         """Multiply or convolve `x` by codes, as the mode says; see `w8a8`. `codes` and `dtype` are as in `_compute`."""
         if codes is not None and not isinstance(x, Int8Tensor):
-            x = codes_of(x, self.input_scale, self.input_zero_point)
+            x = codes_of(x, self.input_scale, self.input_zero_point, symmetric=False)
         if isinstance(x, Int8Tensor):
             if self.mode == "weight_only":
                 raise TypeError(
@@ -467,7 +467,7 @@ class Int8ProductLayer(Int8Weight):
             out_scale, out_zero_point = codes or (None, None)
             return _product_of_codes(
                 x,
-                quantized_weight(weight, scale),
+                codes_of(weight, scale),
                 steps,
                 bias=None if bias is None else bias.detach().float(),
                 out_dtype=dtype or compute_dtype(self.weight_dtype),
@@ -479,12 +479,11 @@ class Int8ProductLayer(Int8Weight):
             return w8a8(x, weight, scale, bias, self.input_scale, self.input_zero_point, dtype, steps=steps)
         x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
         if steps is not None:
-            return convolve(x, quantized_weight(weight, scale).dequantize(dtype), bias, steps)
+            return convolve(x, codes_of(weight, scale).dequantize(dtype), bias, steps)
         # Transforms have no rule for the autograd function `_WeightOnly`. They get the reference, which consists of
         # torch's operators.
         multiply = reference.int8_linear if torch_private.is_transformed() else _WeightOnly.apply
-        result: Tensor = multiply(x, weight, scale, bias)
-        return result
+        return multiply(x, weight, scale, bias)
 
     def _why_not_loaded(self, state_dict: Any, prefix: str, local_metadata: Any) -> list[str]:
         reasons = super()._why_not_loaded(state_dict, prefix, local_metadata)
@@ -783,11 +782,9 @@ def w8a8(
 
     Args:
         x: [M, K] for a product, [B, H, W, C] for a convolution.
-        weight: [N, K] or [N, kernel height, kernel width, C]. int8 codes, or floats in training, which are quantized
-            here.
-        weight_scale: Scale of the codes. Floats are quantized by it too. If it is None, each output of floats is
-            quantized by its own range.
-        scale, zero_point: For `x`, one element each. If they are None, each row or image is quantized by its own range.
+        weight: [N, K] or [N, kernel height, kernel width, C]. int8 codes, or floats in training.
+        weight_scale, scale, zero_point: For `weight` and `x`. Without a scale, floats are quantized here, each output,
+            row or image by its own range.
         clamps: Whether values of `x` may lie outside the range of the given scale. They get the gradient 0. If it is
             False or no scale is given, the gradient does not depend on rounding: the backward pass may see an `x` that
             `int8_saved_activations` has rounded up to the end of its range or past it.
@@ -795,11 +792,10 @@ def w8a8(
     """
     if not torch_private.is_transformed():
         clamps = clamps and scale is not None
-        result: Tensor = _W8A8.apply(x, weight, weight_scale, bias, scale, zero_point, out_dtype, clamps, steps)
-        return result
+        return _W8A8.apply(x, weight, weight_scale, bias, scale, zero_point, out_dtype, clamps, steps)
     # Transforms have no rule for the autograd function. They get operators of torch, on dequantized values.
     with torch.autocast(x.device.type, enabled=False):
-        inputs, values = _fake_inputs(x, scale, zero_point), _fake_weight(weight, weight_scale)
+        inputs, values = _numbers_of(x, scale, zero_point, symmetric=False), _numbers_of(weight, weight_scale)
         bias = None if bias is None else bias.float()
         result = F.linear(inputs, values, bias) if steps is None else convolve(inputs, values, bias, steps)
         return result.to(out_dtype)
@@ -812,9 +808,25 @@ def _scheme(x: Tensor, scale: Tensor | None, zero_point: Tensor | None = None, s
     return {"scale": scale, "zero_point": zero_point}
 
 
-def codes_of(x: Tensor, scale: Tensor | None, zero_point: Tensor | None) -> Int8Tensor:
-    """Quantize activations, asymmetrically if there is no scale."""
-    return quantize_int8(x, **_scheme(x, scale, zero_point, symmetric=False))
+def codes_of(x: Tensor, scale: Tensor | None, zero_point: Tensor | None = None, symmetric: bool = True) -> Int8Tensor:
+    """Quantize a weight or, if not `symmetric`, activations. A weight may also be codes, which get their scale."""
+    if x.is_floating_point() or not symmetric:
+        return quantize_int8(x, **_scheme(x, scale, zero_point, symmetric))
+    assert scale is not None
+    return Int8Tensor(x, scale, None, tuple(range(1, x.dim())))
+
+
+def _numbers_of(
+    x: Tensor,
+    scale: Tensor | None,
+    zero_point: Tensor | None = None,
+    symmetric: bool = True,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return what the result of `codes_of` stands for: in `dtype`, or in fp32 and differentiable if `x` is floats."""
+    if dtype is None and x.is_floating_point():
+        return fake_quantize_int8(x.float(), **_scheme(x, scale, zero_point, symmetric))
+    return codes_of(x, scale, zero_point, symmetric).dequantize(dtype or torch.float32)
 
 
 def check_is_dense(op: str, x: Tensor | Int8Tensor) -> None:
@@ -847,7 +859,7 @@ def scaled_rows(table: Any, rows: Tensor) -> Tensor:
 
 def codes_of_weight(layer: nn.Module) -> Int8Tensor:
     """Quantize a layer's weight to contiguous symmetric codes in the order of `by_outputs`, with a scale per output."""
-    return quantized_weight(by_outputs(layer).detach().contiguous(), None)
+    return codes_of(by_outputs(layer).detach().contiguous(), None)
 
 
 def codes_to_share(op: str, codes: Int8Tensor | None, layer: nn.Module) -> Int8Tensor:
@@ -878,26 +890,6 @@ def codes_to_share(op: str, codes: Int8Tensor | None, layer: nn.Module) -> Int8T
     return codes
 
 
-def quantized_weight(weight: Tensor, scale: Tensor | None) -> Int8Tensor:
-    """Return the codes of a weight, which is given as codes with their scale, or as floats with or without a scale."""
-    if weight.is_floating_point():
-        return quantize_int8(weight, **_scheme(weight, scale))
-    assert scale is not None
-    return Int8Tensor(weight, scale, None, tuple(range(1, weight.dim())))
-
-
-def _fake_inputs(x: Tensor, scale: Tensor | None, zero_point: Tensor | None) -> Tensor:
-    """Return the dequantized result of `codes_of`, in fp32 and differentiable."""
-    return fake_quantize_int8(x.float(), **_scheme(x, scale, zero_point, symmetric=False))
-
-
-def _fake_weight(weight: Tensor, scale: Tensor | None) -> Tensor:
-    """Return the dequantized weight in fp32. It is differentiable if the weight is given as floats."""
-    if weight.is_floating_point():
-        return fake_quantize_int8(weight.float(), **_scheme(weight, scale))
-    return quantized_weight(weight, scale).dequantize()
-
-
 def _product_of_codes(x: Int8Tensor, weight: Int8Tensor, steps: Steps | None, **options: Any) -> Tensor:
     return int8_matmul(x, weight.t(), **options) if steps is None else int8_conv2d(x, weight, **steps, **options)
 
@@ -910,7 +902,7 @@ class _W8A8(torch.autograd.Function):
         # backward pass computes these codes again.
         ctx.save_for_backward(x, weight, weight_scale, scale, zero_point)
         ctx.bias_dtype, ctx.clamps, ctx.steps = None if bias is None else bias.dtype, clamps, steps
-        inputs, codes = codes_of(x, scale, zero_point), quantized_weight(weight, weight_scale)
+        inputs, codes = codes_of(x, scale, zero_point, symmetric=False), codes_of(weight, weight_scale)
         bias = None if bias is None else bias.float()
         return _product_of_codes(inputs, codes, steps, bias=bias, out_dtype=out_dtype)
 
@@ -918,18 +910,12 @@ class _W8A8(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, weight_scale, scale, zero_point = ctx.saved_tensors
         needs_x, needs_weight, _, needs_bias, *_ = ctx.needs_input_grad
-        # This gradient will be differentiated again. Operators that can be differentiated compute it, in fp32.
+        # If this gradient will be differentiated again, operators that can be differentiated compute it, in fp32.
         is_differentiated = torch.is_grad_enabled()
-        dtype = torch.float32 if is_differentiated else grad.dtype
-
-        def inputs() -> Tensor:
-            given = x, scale, zero_point
-            return _fake_inputs(*given) if is_differentiated else codes_of(*given).dequantize(dtype)
-
-        def values() -> Tensor:
-            given = weight, weight_scale
-            return _fake_weight(*given) if is_differentiated else quantized_weight(*given).dequantize(dtype)
-
+        own = None if is_differentiated else grad.dtype
+        inputs = partial(_numbers_of, x, scale, zero_point, symmetric=False, dtype=own)
+        values = partial(_numbers_of, weight, weight_scale, dtype=own)
+        dtype = own or torch.float32
         grad_x: Any = None
         grad_weight: Any = None
         if ctx.steps is not None:
@@ -940,7 +926,7 @@ class _W8A8(torch.autograd.Function):
             if needs_x and is_differentiated:
                 grad_x = grad.to(dtype) @ values()
             elif needs_x:
-                grad_x = times_codes(grad, quantized_weight(weight, weight_scale))
+                grad_x = times_codes(grad, codes_of(weight, weight_scale))
             if needs_weight:
                 grad_weight = grad.to(dtype).t() @ inputs()
         if needs_x:
@@ -1000,7 +986,7 @@ class _WeightOnly(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, scale = ctx.saved_tensors
-        grad_x = times_codes(grad, quantized_weight(weight, scale)) if ctx.needs_input_grad[0] else None
+        grad_x = times_codes(grad, codes_of(weight, scale)) if ctx.needs_input_grad[0] else None
         return grad_x, None, None, grad.sum(0) if ctx.needs_input_grad[3] else None
 
 
@@ -1017,7 +1003,7 @@ def times_codes(grad: Tensor, weight: Int8Tensor) -> Tensor:
     result = grad.new_empty(grad.shape[0], inputs)
     for start in range(0, inputs, width):
         part = slice(start, start + width)
-        result[:, part] = grad @ quantized_weight(weight.values[:, part], weight.scale).dequantize(grad.dtype)
+        result[:, part] = grad @ codes_of(weight.values[:, part], weight.scale).dequantize(grad.dtype)
     return result
 
 
