@@ -24,11 +24,7 @@ _PARAMETERS = {
 
 
 def can_replace(module: nn.Module) -> bool:
-    """Return whether a `MultiheadAttention` of this package can take the place of a module, and keep all that it has.
-
-    It can for a `torch.nn.MultiheadAttention` without hooks, and without parameters, buffers, layers or attributes that
-    were added.
-    """
+    """Return whether a module is a `torch.nn.MultiheadAttention` to which neither hooks nor attributes were added."""
     if type(module) is not nn.MultiheadAttention or has_hooks(module) or has_hooks(module.out_proj):
         return False
     is_plain = type(module.out_proj) in (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)

@@ -34,22 +34,15 @@ def check_model(op: str, model: object) -> None:
 
 # ----------------------------------------------------------------------------------------------------------- Conv1D
 def is_conv1d(layer: nn.Module) -> bool:
-    """Return whether `layer` is transformers' `Conv1D` (GPT-2), a linear layer with weight [in_features, out_features].
-
-    The class is recognized by its name, so that this package need not import transformers. A subclass is not
-    recognized, since it may compute something else.
-    """
+    """Return whether `layer` is transformers' `Conv1D` (GPT-2), a linear layer whose weight begins with its inputs."""
+    # By its name, so that this package need not import transformers. A subclass may compute something else.
     kind = type(layer)
     return kind.__name__ == "Conv1D" and kind.__module__.partition(".")[0] == "transformers"
 
 
 def is_transposed(layer: Any) -> bool:
-    """Return whether the weight of `layer` begins with its inputs.
-
-    So it is for a Conv1D, for a layer made from one, and for a transposed convolution.
-    """
-    is_linear = is_conv1d(layer) or getattr(layer, "is_transposed", False)
-    return is_linear or isinstance(layer, nn.ConvTranspose2d)
+    """Return whether the weight begins with its inputs: that of a Conv1D or a transposed convolution, also in int8."""
+    return is_conv1d(layer) or getattr(layer, "is_transposed", False) or isinstance(layer, nn.ConvTranspose2d)
 
 
 def matrix(layer: Any) -> Tensor:
@@ -289,11 +282,8 @@ def kept_weights(model: nn.Module, taken: Collection[Any]) -> set[int]:
 def shares(model: nn.Module, taken: Collection[Any], spared: Iterable[nn.Module] = ()) -> tuple[str, bool]:
     """Describe which parameters of a model are converted and which are left, with their shares of the bytes.
 
-    `taken` holds the layers whose weights are converted, and `spared` those that `filter_fn` left out. Layers whose
-    names differ only in numbers are listed under one name. A share below 1% is not listed. If a layer that is not
-    converted has the same weight as a converted one, the weight counts as left.
-
-    Return the line, and whether more than `WARNING_SHARE` of the bytes is left in matrices of layers not in `spared`.
+    `taken` holds the layers whose weights are converted, and `spared` those that `filter_fn` left out. Return the line,
+    and whether more than `WARNING_SHARE` of the bytes is left in matrices of layers not in `spared`.
     """
     done = {id(layer.weight) for layer in taken} - kept_weights(model, taken)
     spared = set(spared)

@@ -46,10 +46,7 @@ _MODE_OF_LENGTH = {len(mode): mode for mode in MODES}
 
 
 class FixedDtypes(LoadsItsKind):
-    """A module whose buffers keep their dtypes in `.to()`, except the buffer `_dtype_of`.
-
-    Buffers that modules share are still shared after `.to()`.
-    """
+    """A module whose buffers keep their dtypes in `.to()`, except the buffer `_dtype_of`, and stay shared."""
 
     _dtype_of = ""  # name of the buffer whose dtype is the layer's dtype; `.to()` changes this dtype
 
@@ -62,35 +59,26 @@ class FixedDtypes(LoadsItsKind):
                 continue
             if new.dtype != old.dtype and not (name == self._dtype_of and new.is_floating_point()):
                 new = old.to(new.device)
-            self._buffers[name] = _moved(old, new)
+            self._buffers[name] = old
+            if new is old:
+                continue
+            # Other modules may share `old`, so it becomes `new` in place. torch moves parameters in these two ways.
+            try:
+                old.data = new
+            except RuntimeError:  # tensors of different kinds, for example if one is a meta tensor
+                try:
+                    torch.utils.swap_tensors(old, new)
+                except RuntimeError:  # an autograd graph or a weak reference holds `old`, so the sharing ends
+                    self._buffers[name] = new
         return self
-
-
-def _moved(old: Tensor, new: Tensor) -> Tensor:
-    """Turn `old` into `new` in place, and return it.
-
-    Modules that share `old` still share the result. If `old` cannot be changed, the sharing ends, and `new` is
-    returned. torch moves parameters as this function does: by `.data`, or by `swap_tensors`.
-    """
-    if new is old:
-        return old
-    try:
-        old.data = new
-    except RuntimeError:  # tensors of different kinds, for example if one is a meta tensor
-        try:
-            torch.utils.swap_tensors(old, new)
-        except RuntimeError:  # an autograd graph or a weak reference holds `old`
-            return new
-    return old
 
 
 class DequantizedWeight(Tensor):
     """The dequantized weight of an int8 layer. Every operator that needs its elements computes them from the codes.
 
-    Its dtype, shape and device are known without its elements. For example, T5 reads `wo.weight.dtype` in every forward
-    pass, and no elements are computed for this. In a large output layer the elements would take a gigabyte. No elements
-    are kept, so a weight that was read before `load_state_dict` has the new values afterwards. With `assign=True`,
-    which replaces the codes, it has not.
+    Its dtype, shape and device are known without its elements. T5 reads `wo.weight.dtype` in every forward pass, and in
+    a large output layer the elements would take a gigabyte. No elements are kept, so a weight that was read before
+    `load_state_dict` has the new values afterwards, except with `assign=True`, which replaces the codes.
 
     An in-place operator that changes an element raises an error, since the codes would not change. One that changes no
     element raises none, because RWKV models divide a weight by 1. A view or a copy is an ordinary tensor.
@@ -105,10 +93,9 @@ class DequantizedWeight(Tensor):
 
     @staticmethod
     def of(codes: Int8Tensor, order: tuple[int, ...], dtype_of: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the weight for codes, with their dimensions permuted by `order`.
+        """Return a wrapper of codes with their dimensions permuted by `order`, or if none can be made, their numbers.
 
-        The weight is a wrapper without elements. If no wrapper can be made, it is an ordinary dequantized tensor. Both
-        have attributes by which `layer.weight = weight` finds the codes.
+        Both have attributes by which `layer.weight = weight` finds the codes.
         """
         oriented = _permuted(codes, order)
         self: Any = None
@@ -419,12 +406,8 @@ class Int8ProductLayer(Int8Weight):
     ) -> Any:
         """Return what `forward` returns, without hooks.
 
-        Args:
-            x: The input.
-            codes: None, or the scale and the zero point of the result. It is then an `Int8Tensor` without a gradient.
-            dtype: Dtype of floats that are computed from an `Int8Tensor`. None stands for the dtype of autocast or of
-                the layer.
-            options: Those of `forward`.
+        If `codes`, the scale and the zero point of the result, are given, it is an `Int8Tensor` without a gradient.
+        Floats that are computed from an `Int8Tensor` have the given `dtype`, else that of autocast or the layer.
         """
         multiply = partial(self._product, codes=codes, dtype=dtype)
         values = self._operation(x, self.weight_codes, self.weight_scale, multiply, **options)
@@ -549,8 +532,7 @@ class Int8Linear(Int8ProductLayer):
     For fp32 inputs `torch.backends.cuda.matmul.allow_tf32` decides whether TF32 is used.
 
     Except in these three cases, the compiled CUDA kernels first copy the codes into padded rows if `in_features` is not
-    a multiple of 16. The sums of `x * weight_codes` are multiplied by the scales. So inputs above `2.7e36 /
-    in_features` can give inf or NaN where a float layer does not.
+    a multiple of 16.
 
     A static layer turns NaN into 0, and inf into the end of its range.
 
@@ -830,11 +812,7 @@ def _numbers_of(
 
 
 def check_is_dense(op: str, x: Tensor | Int8Tensor) -> None:
-    """Raise TypeError unless `x` is a tensor that is not nested.
-
-    If the layers of an `nn.TransformerEncoder` were converted, but not the encoder itself, the encoder may pass nested
-    tensors to these layers.
-    """
+    """Raise TypeError unless `x` is a tensor that is not nested, as an encoder that was not converted may pass it."""
     if not isinstance(x, Int8Tensor):
         check_are_tensors(op, x=x)
     if getattr(x, "is_nested", False):

@@ -238,18 +238,13 @@ class Int8Conv2d(_Int8Conv):
     | `"dynamic"` | `int8_conv2d` of codes. Each image is quantized, asymmetrically, by its own range. |
     | `"static"` | Like `"dynamic"`, with one range for all images. |
 
-    During a call of a weight-only layer, `weight_codes * weight_scale` is in memory, rounded to the dtype of `x`. A
-    static layer turns NaN into 0, and inf into the end of its range.
+    During a call of a weight-only layer, `weight_codes * weight_scale` is in memory, rounded to the dtype of `x`.
 
     An input in channels_last memory is read in place. Results are in this memory too. An input in any other order costs
     a copy of its codes, one byte for each element.
 
-    Under autocast results have the dtype of autocast. Otherwise they have the dtype of `x`, or the layer's `dtype` if
-    `x` is an `Int8Tensor`. The gradient of `x` is that of a convolution with the dequantized weight. In the modes
-    `"dynamic"` and `"static"` it is 0 for values of `x` outside the range of the codes (Jacob et al. 2018). The
-    weight is frozen. The bias is a parameter in the dtype of the original layer. Attributes are those of `Int8Linear`.
-    `weight_codes` is int8 `[out_channels, kernel height, kernel width, in_channels]`, and `weight_scale` is fp32
-    `[out_channels, 1, 1, 1]`.
+    Attributes, dtypes, gradients, and NaN and inf in a static layer are as in `Int8Linear`. `weight_codes` is int8
+    `[out_channels, kernel height, kernel width, in_channels]`, and `weight_scale` is fp32 `[out_channels, 1, 1, 1]`.
 
     The weights of a new layer are 0: load a state dict, or use `from_conv`. The other arguments are those of
     `torch.nn.Conv2d`.
@@ -301,11 +296,9 @@ class Int8ConvTranspose2d(_Int8Conv):
     The modes are those of `Int8Linear`, with the pixels as rows. In the mode `"dynamic"` each pixel is quantized by the
     range of its channels.
 
-    There is one scale per output channel. A call copies the codes of the weight into the order of the result.
-
-    An input in channels_last memory is read in place. Results are in this memory too. An input in any other order is
-    copied first. Attributes, dtypes, gradients and autocast are as in `Int8Conv2d`. The arguments are those of
-    `amp_kernels.nn.Int8Conv2d`, except those for steps. The size of the kernel is the stride, too.
+    There is one scale per output channel. A call copies the codes of the weight into the order of the result. Anything
+    else is as in `Int8Conv2d`. The arguments are those of `amp_kernels.nn.Int8Conv2d`, except those for steps. The size
+    of the kernel is the stride, too.
 
     The weights of a new layer are 0: load a state dict, or use `from_conv`.
 

@@ -205,9 +205,8 @@ def convert_(model: nn.Module) -> nn.Module:
     """Turn the layers of `prepare_` or `prepare_qat_` into `Int8Linear`, `Int8Conv2d` and other int8 layers.
 
     Inside a call of an `nn.Sequential`, a layer that comes from `prepare_` may pass its codes directly to the next one.
-    In fp32 the results have the same bits as if it passed floats. This function waits for the device.
-
-    To load an int8 checkpoint, prepare a new model, run any batch through it, convert it, and call `load_state_dict`.
+    This function waits for the device. To load an int8 checkpoint, prepare a new model, run any batch through it,
+    convert it, and call `load_state_dict`.
 
     Args:
         model: Changed in place.
@@ -275,10 +274,7 @@ class MinMaxObserver(FixedDtypes):
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Widen the range by a batch. Return the smallest and the largest value of the batch.
-
-        For an empty batch, return those of all batches so far.
-        """
+        """Widen the range by a batch. Return the range of the batch, or if it is empty that of all batches so far."""
         if not x.numel():
             return self.low, self.high
         low, high = (end.float() for end in torch.aminmax(x.detach()))
@@ -447,8 +443,7 @@ def _exchange_layers(
 ) -> nn.Module:
     """Put the layers that `make` returns in the place of those that can be int8. After an error nothing has changed.
 
-    `needs_int8_input` says whether the new layers multiply codes by codes. If `in_place` is true, they keep the
-    parameters, and batch norms are folded into these.
+    If `in_place`, the new layers keep the parameters, and batch norms are folded into these.
     """
     check_model(op, model)
     # The projections of a `torch.nn.MultiheadAttention` are not layers. A `MultiheadAttention` of this package takes
@@ -505,10 +500,7 @@ def _find(op: str, model: nn.Module, filter_fn: FilterFn | None, needs_int8_inpu
 
 
 def _what_was_done(model: nn.Module) -> str:
-    """Return the end of an error message about a model without layers to replace.
-
-    The result says that the model was converted or prepared earlier. It is "" for a model that was neither.
-    """
+    """Return the end of an error message about a model that was converted or prepared earlier, or else ""."""
     if any(isinstance(layer, Int8Weight) for layer in model.modules()):
         return "; the model is int8 already: for another mode convert the float model"
     if any(isinstance(layer, _Prepared) for layer in model.modules()):
@@ -533,12 +525,7 @@ def _why_layers_stay(model: nn.Module) -> str:
 
 
 def _is_known(layer: nn.Module) -> bool:
-    """Return whether a layer can be replaced.
-
-    It can if it is an `nn.Linear`, a Conv1D, an `nn.Embedding`, a `Linear` without activation, a convolution that
-    `int8_conv2d` can compute, or a transposed convolution whose kernels do not overlap. It may be of a subclass that
-    computes the same, or an embedding times one factor.
-    """
+    """Return whether a layer can be replaced. It may be of a subclass that computes the same; see `factor_of`."""
     if isinstance(layer, Linear):
         return type(layer) is Linear and layer.activation is None
     if isinstance(layer, _Prepared):
@@ -549,10 +536,7 @@ def _is_known(layer: nn.Module) -> bool:
 
 
 def left_in_float(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the layers with matrices that `quantize_` leaves in floating point, by their names in the model.
-
-    Layers for which `quantize_` raises an error unless `filter_fn` leaves them out are among them.
-    """
+    """Return the layers with matrices that `quantize_` leaves in floating point or refuses, by their names."""
     done: set[Any] = {layer for layer in model.modules() if _is_known(layer) and not _is_refused(layer)}
     for module in model.modules():
         if can_replace(module) and not _is_refused(module.out_proj):
@@ -590,8 +574,8 @@ def _replace_layers(
 ) -> nn.Module:
     """Replace layers of `root` in place, and log this. Return `root`, or the new layer if `root` is a layer.
 
-    `root` is the `model` of the user, or what took its place. `new` maps each old layer to its new one. `spared` holds
-    the layers that `filter_fn` left out. If it is None, the level of the log line is always INFO.
+    `root` is the `model` of the user, or what took its place. `spared` holds the layers that `filter_fn` left out. If
+    it is None, the level of the log line is always INFO.
     """
     line, is_unexpected = shares(root, new.keys(), spared or ())
     warns = is_unexpected and spared is not None

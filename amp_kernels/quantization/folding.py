@@ -36,9 +36,8 @@ _NORMS = {nn.Conv1d: nn.BatchNorm1d, nn.Conv2d: nn.BatchNorm2d, nn.ConvTranspose
 class FoldedBatchNorm(LoadsItsKind, nn.Identity):
     """The place of a batch norm that was folded, with its plain attributes.
 
-    It refuses the checkpoint of a model whose batch norm is not folded.
-
-    Without it, `load_state_dict(strict=False)` would load the weight of the convolution, and leave out the statistics.
+    It refuses the checkpoint of a model whose batch norm is not folded. Without it, `load_state_dict(strict=False)`
+    would load the weight of the convolution, and leave out the statistics.
     """
 
     _absent = ("running_mean",)
@@ -60,11 +59,7 @@ class Folded(NamedTuple):
     bias: Tensor
 
     def stand_in(self, *, in_place: bool) -> Any:
-        """Return a convolution with the folded numbers.
-
-        If `in_place` is true, it has the parameters of the given one, and gets the numbers from `write`. If the given
-        convolution has no bias, it has that of the batch norm. Otherwise it has parameters of its own.
-        """
+        """Return a convolution with the folded numbers. If `in_place`, it has the given parameters until `write`."""
         conv = copy.copy(self.conv)
         conv.__dict__["_parameters"] = dict(self.conv._parameters)
         if in_place:
@@ -88,13 +83,10 @@ def is_batch_norm(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def folded(model: nn.Module, convolutions: Collection[Any], *, in_place: bool) -> list[Folded]:
-    """Return the convolutions that are followed by a batch norm, and by nothing else, with the folded numbers.
+    """Return those `convolutions` that are followed by a batch norm, and by nothing else, with the folded numbers.
 
-    Args:
-        model: The model. It is not changed.
-        convolutions: Only these are considered.
-        in_place: Whether the numbers will be written into the parameters of the convolution. Pairs are left out then
-            if that is not possible, or if others would see it.
+    If `in_place`, the numbers will be written into the parameters. Pairs for which that is not possible, or for which
+    others would see it, are left out then.
     """
     named = dict(model.named_modules(remove_duplicate=False))
     kinds = {type(module) for module in named.values()}

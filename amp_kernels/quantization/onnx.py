@@ -52,8 +52,7 @@ def export_onnx(
     Call this after `quantize_` or `convert_`, in eval mode. The file has the ONNX operator set 18 and only standard
     operators. Weights and codes are uint8: int8 codes plus 128.
 
-    Inputs must be finite. The file computes in fp32, also if this is called under autocast. If a file would be larger
-    than 2 GB, the limit of the format, the weights are in a second file next to it, `path` plus ".data".
+    Inputs must be finite. The guide to int8 lists the operators and the limits of the file.
 
     Args:
         model: An fp32 model, converted in any mode. It does not change.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -25,9 +24,8 @@ class int8_saved_activations(contextlib.ContextDecorator):  # noqa: N801 (called
     the forward pass has to be inside the `with` block; the backward pass dequantizes. Gradients are computed from the
     rounded activations.
 
-    Put the loss outside of the `with` block, because `log_softmax` saves logarithms, and its backward pass computes
-    `exp` of them. If a logarithm has an error of half a step of the codes, `exp` turns this error into a factor on the
-    gradient.
+    Put the loss outside of the `with` block: `log_softmax` saves logarithms, and `exp` in its backward pass turns the
+    error of a logarithm into a factor on the gradient.
 
     These tensors are not quantized:
 
@@ -37,14 +35,9 @@ class int8_saved_activations(contextlib.ContextDecorator):  # noqa: N801 (called
     - tensors that a compiled model saves. For each part of a model use either this or `torch.compile`. Inside a
       compiled function the `with` block breaks the graph.
 
-    A tensor that several operators save is stored once. A view of all its elements counts as the same tensor, and a
-    view of a part counts as another one. Between the operators that save an activation, it must not be written through
-    `.data`, NumPy or DLPack, because such a write is not noticed.
-
-    If one of the elements that share a scale is NaN or inf, all of them are dequantized to NaN, so that a GradScaler
-    skips the step.
-
-    Under `torch.utils.checkpoint` (`use_reentrant=False`) the inputs of the checkpointed parts are quantized.
+    A tensor that several operators save is stored once. Between them it must not be written through `.data`, NumPy or
+    DLPack, because such a write is not noticed. If one of the elements that share a scale is NaN or inf, all of them
+    are dequantized to NaN. Under `torch.utils.checkpoint` the inputs of the checkpointed parts are quantized.
 
     Args:
         block_size: Number of elements, adjacent in memory, that share a scale.
@@ -91,10 +84,8 @@ class int8_saved_activations(contextlib.ContextDecorator):  # noqa: N801 (called
         return self
 
     @torch.compiler.disable
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._hooks.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._hooks.__exit__(*error)
 
     @property
     def nbytes(self) -> int:
