@@ -4,10 +4,6 @@
 `.half()` and `.to(dtype)` change the dtype of the layer. They do not change codes or scales. The results of an
 `Int8Embedding` have the layer's dtype. If the input of an `Int8Linear` is an `Int8Tensor`, its results have the layer's
 dtype too, except under autocast.
-
-`layer.weight` is a `DequantizedWeight`. The weight of one int8 layer can be assigned to another one. The two layers
-then share their codes. The entry `weight` of a state dict can be assigned too (`Int8Weight._tie`). Any other assignment
-raises an error.
 """
 
 from __future__ import annotations
@@ -133,7 +129,10 @@ class DequantizedWeight(Tensor):
         # `.data` calls `detach` too. The result is again of this class, so that it refuses writes in place.
         if func is torch.ops.aten.detach.default:
             return DequantizedWeight.of(args[0].codes, args[0].order, args[0].dtype_of, args[0].dtype)
-        written = [tensor for tensor in _written_by(func, args, kwargs) if isinstance(tensor, DequantizedWeight)]
+        schema = func._schema.arguments
+        given = {**dict(zip((argument.name for argument in schema), args, strict=False)), **kwargs}
+        leaves = tree_leaves([given.get(a.name) for a in schema if a.alias_info is not None and a.alias_info.is_write])
+        written = [leaf for leaf in leaves if isinstance(leaf, DequantizedWeight)]
         if any(tensor is not args[0] for tensor in written):
             raise _written(func.__name__)
         plain_args, plain_kwargs = tree_map_only(DequantizedWeight, DequantizedWeight.elements, (args, kwargs))
@@ -176,15 +175,6 @@ def _written(write: str) -> RuntimeError:
         f"the weight of an int8 layer must not be changed, since it is computed from int8 codes, got {write}; change a "
         "clone, or change the float layer before converting it (for RWKV set rescale_every=0)"
     )
-
-
-def _written_by(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """Return the arguments that an operator writes."""
-    if not func._schema.is_mutable:
-        return []
-    arguments = func._schema.arguments
-    given = {**dict(zip((argument.name for argument in arguments), args, strict=False)), **kwargs}
-    return tree_leaves([given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write])
 
 
 def _method_of_elements(name: str) -> Callable[..., Any]:
@@ -285,11 +275,8 @@ class Int8Weight(FixedDtypes):
             entry: Any = (weight if dtype_of is None else dtype_of).detach()
             entry.replaced, self.weight_dtype = self.weight_dtype, entry
             return
-        shape = self.weight.shape
-        if not (
-            isinstance(getattr(weight, "codes", None), Int8Tensor)
-            and (weight.shape, weight.order) == (shape, self._order)
-        ):
+        shape, is_of_layer = self.weight.shape, isinstance(getattr(weight, "codes", None), Int8Tensor)
+        if not is_of_layer or (weight.shape, weight.order) != (shape, self._order):
             got = type(weight).__name__ + (f" of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else "")
             raise TypeError(
                 f"{type(self).__name__}: weight must be the weight of another int8 layer of shape "
@@ -311,10 +298,8 @@ class Int8Weight(FixedDtypes):
         destination[f"{prefix}weight"] = self.weight_dtype if keep_vars else self.weight_dtype.detach()
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
-    def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: list[str], *others: list[str]
-    ) -> None:
-        key, errors = f"{prefix}weight", others[-1]
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, strict: bool, *others: Any) -> None:
+        key, (missing, _, errors) = f"{prefix}weight", others
         given, before = state_dict.get(key), len(errors)
         is_dtype, buffers = _is_dtype(given), {prefix + name for name in self._buffers}
         # Older state dicts hold a copy of the next layer's input scale for each layer that passed codes.
@@ -325,7 +310,7 @@ class Int8Weight(FixedDtypes):
             for name, value in state_dict.items()
             if name not in left_out
         }
-        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *others)
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, *others)
         if len(errors) > before:
             return
         if is_dtype and metadata.get("assign_to_params_buffers"):  # otherwise the layer keeps its own dtype
@@ -361,8 +346,7 @@ class Int8ProductLayer(Int8Weight):
             )
         super().__init__(shape, device, dtype)
         self.register_buffer("mode_name", _ascii(mode, device))
-        values = torch.zeros(shape[0], dtype=self.dtype, device=device) if bias else None
-        self.bias = None if values is None else nn.Parameter(values)
+        self.bias = nn.Parameter(torch.zeros(shape[0], dtype=self.dtype, device=device)) if bias else None
         scale = torch.ones(1, dtype=torch.float32, device=device) if mode == "static" else None
         self.register_buffer("input_scale", scale)
         self.register_buffer("input_zero_point", scale if scale is None else torch.zeros_like(scale).int())
@@ -374,20 +358,14 @@ class Int8ProductLayer(Int8Weight):
 
     @classmethod
     def _of_float(
-        cls,
-        op: str,
-        layer: Any,
-        mode: Mode,
-        weight: Int8Tensor | None,
-        input_scale: Tensor | None,
-        input_zero_point: Tensor | None,
-        *steps: Any,
+        cls, op: str, layer: Any, mode: Mode, weight: Int8Tensor | None, affine: Sequence[Tensor | None], *steps: Any
     ) -> Any:
         """Return an int8 layer in place of a float one, for `from_linear` or `from_conv`, whose name is `op`.
 
-        `steps` are the arguments of the constructor between the numbers of inputs and outputs and `bias`.
+        `affine` is the scale and the zero point of inputs. `steps` are the arguments of the constructor between the
+        numbers of inputs and outputs and `bias`.
         """
-        if (input_scale is None or input_zero_point is None) == (mode == "static"):
+        if any(part is None for part in affine) == (mode == "static"):
             raise ValueError(
                 f"{op}: input_scale and input_zero_point must both be given with mode='static', and with no other "
                 f"mode, got mode={mode!r}; to find them, call prepare_, run some batches, and call convert_"
@@ -398,7 +376,7 @@ class Int8ProductLayer(Int8Weight):
         made = of_class(inputs, outputs, *steps, bias=False, mode=mode, device="meta", dtype=layer.weight.dtype)
         made._share(codes, layer)
         made.mode_name = _ascii(made.mode, codes.values.device)
-        made.bias, made.input_scale, made.input_zero_point = layer.bias, input_scale, input_zero_point
+        made.bias, (made.input_scale, made.input_zero_point) = layer.bias, affine
         return made
 
     def _compute(
@@ -616,7 +594,7 @@ class Int8Linear(Int8ProductLayer):
             Int8Linear(in_features=16, out_features=4, bias=False, mode=weight_only)
         """
         op = "Int8Linear.from_linear"
-        layer: Int8Linear = cls._of_float(op, linear, mode, weight, input_scale, input_zero_point)
+        layer: Int8Linear = cls._of_float(op, linear, mode, weight, (input_scale, input_zero_point))
         layer.is_transposed = is_transposed(linear)
         return layer
 
@@ -645,10 +623,7 @@ class Int8Linear(Int8ProductLayer):
 
     def extra_repr(self) -> str:
         """Return what `print(layer)` shows between the brackets."""
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"mode={self.mode}"
-        )
+        return f"{nn.Linear.extra_repr(self)}, mode={self.mode}"  # type: ignore[arg-type]
 
 
 class Int8Embedding(Int8Weight):
@@ -777,7 +752,7 @@ def w8a8(
         return _W8A8.apply(x, weight, weight_scale, bias, scale, zero_point, out_dtype, clamps, steps)
     # Transforms have no rule for the autograd function. They get operators of torch, on dequantized values.
     with torch.autocast(x.device.type, enabled=False):
-        inputs, values = _numbers_of(x, scale, zero_point, symmetric=False), _numbers_of(weight, weight_scale)
+        inputs, values = _numbers_of(x, scale, zero_point, False), _numbers_of(weight, weight_scale)
         bias = None if bias is None else bias.float()
         result = F.linear(inputs, values, bias) if steps is None else convolve(inputs, values, bias, steps)
         return result.to(out_dtype)
@@ -798,17 +773,11 @@ def codes_of(x: Tensor, scale: Tensor | None, zero_point: Tensor | None = None, 
     return Int8Tensor(x, scale, None, tuple(range(1, x.dim())))
 
 
-def _numbers_of(
-    x: Tensor,
-    scale: Tensor | None,
-    zero_point: Tensor | None = None,
-    symmetric: bool = True,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Return what the result of `codes_of` stands for: in `dtype`, or in fp32 and differentiable if `x` is floats."""
+def _numbers_of(x: Tensor, *scheme: Any, dtype: torch.dtype | None = None) -> Tensor:
+    """Return what `codes_of(x, *scheme)` stands for: in `dtype`, or in fp32 and differentiable if `x` is floats."""
     if dtype is None and x.is_floating_point():
-        return fake_quantize_int8(x.float(), **_scheme(x, scale, zero_point, symmetric))
-    return codes_of(x, scale, zero_point, symmetric).dequantize(dtype or torch.float32)
+        return fake_quantize_int8(x.float(), **_scheme(x, *scheme))
+    return codes_of(x, *scheme).dequantize(dtype or torch.float32)
 
 
 def check_is_dense(op: str, x: Tensor | Int8Tensor) -> None:
@@ -891,7 +860,7 @@ class _W8A8(torch.autograd.Function):
         # If this gradient will be differentiated again, operators that can be differentiated compute it, in fp32.
         is_differentiated = torch.is_grad_enabled()
         own = None if is_differentiated else grad.dtype
-        inputs = partial(_numbers_of, x, scale, zero_point, symmetric=False, dtype=own)
+        inputs = partial(_numbers_of, x, scale, zero_point, False, dtype=own)
         values = partial(_numbers_of, weight, weight_scale, dtype=own)
         dtype = own or torch.float32
         grad_x: Any = None
@@ -931,9 +900,9 @@ def _gradients_of_convolution(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of the inputs and of the weight, each in the order of `convolve`. `mask` says which."""
     images, own = _pixels_of_a_stride(inputs, weight, steps)
-    stride, padding, dilation = (list(own[name]) for name in ("stride", "padding", "dilation"))
     nchw = (t.permute(0, 3, 1, 2) for t in (grad, images, weight))
-    results = torch.ops.aten.convolution_backward(*nchw, None, stride, padding, dilation, False, [0, 0], 1, mask)
+    options = {**own, "transposed": False, "output_padding": (0, 0), "groups": 1, "output_mask": mask}
+    results = torch.ops.aten.convolution_backward(*nchw, None, **options)
     of_inputs, of_weight = (None if result is None else result.permute(0, 2, 3, 1) for result in results[:2])
     if of_inputs is not None and images is not inputs:
         height, width = steps["stride"]

@@ -47,9 +47,13 @@ def apply_convolution(
     `weight` is codes or floats in the order of codes. `multiply` returns a product, or with steps a convolution, for an
     input, a weight, its scale and a bias.
     """
-    check_images(layer, x)
+    kind, dims = type(layer).__name__, weight.dim() - 2
+    check_is_dense(kind, x)
+    rank = len(x.shape)
+    if rank not in (dims + 1, dims + 2) or x.shape[-dims - 1] != layer.in_channels:
+        sizes = f"{layer.in_channels}, {('L', 'H, W')[dims - 1]}"
+        raise ValueError(f"{kind}: x must have shape (B, {sizes}) or ({sizes}), got {tuple(x.shape)}")
     check_output_size(layer, x, output_size)
-    dims, rank = weight.dim() - 2, len(x.shape)
     images = arranged(x, partial(_images_of, dims=dims))
     if is_transposed(layer):
         result = _up_convolve(images, weight, scale, layer.bias, multiply)
@@ -89,16 +93,6 @@ def _up_convolve(
     result = multiply(pixels, weight, scale, None if bias is None else bias.repeat(taps))
     blocks = result.view(batch, rows, columns, height, width, outputs).transpose(2, 3)
     return blocks.reshape(batch, rows * height, columns * width, outputs)
-
-
-def check_images(layer: Any, x: Tensor | Int8Tensor) -> None:
-    """Raise an error unless `x` is a dense tensor of images or lines with the channels of a convolution."""
-    kind = type(layer).__name__
-    check_is_dense(kind, x)
-    shape, dims = x.shape, len(layer.kernel_size)
-    if len(shape) not in (dims + 1, dims + 2) or shape[-dims - 1] != layer.in_channels:
-        sizes = f"{layer.in_channels}, {('L', 'H, W')[dims - 1]}"
-        raise ValueError(f"{kind}: x must have shape (B, {sizes}) or ({sizes}), got {tuple(shape)}")
 
 
 def check_output_size(layer: Any, x: Tensor | Int8Tensor, output_size: Sequence[int] | None = None) -> None:
@@ -159,25 +153,22 @@ class _Int8Conv(Int8ProductLayer):
     ) -> Any:
         """Return an int8 layer with the weights and the bias of a float layer.
 
+        The other arguments are those of `amp_kernels.nn.Int8Linear.from_linear`.
+
         Args:
             conv: A layer of the class of torch that this class replaces, for example `torch.nn.Conv2d` for
                 `Int8Conv2d`. It must have `groups=1`, and `padding_mode="zeros"`. The kernels of a transposed
                 convolution must not overlap; see `Int8ConvTranspose2d`.
-            mode: `"weight_only"`, `"dynamic"` or `"static"`.
             weight: Codes to share: symmetric, `[out_channels, *kernel_size, in_channels]`, with one scale for each
                 output channel. If it is None, the weight of `conv` is quantized.
-            input_scale: fp32 `[1]`, for `"static"` only.
-            input_zero_point: int32 `[1]`, for `"static"` only.
 
         Returns:
             The int8 layer, on the device and in the training mode of `conv`.
 
         Raises:
             TypeError: `conv` is of another class.
-            ValueError: `conv` is lazy and was not called yet, has groups or another `padding_mode`, or pads the end of
-                a dimension more than its beginning, or has kernels that overlap. Or `mode` is unknown, `input_scale`
-                and `input_zero_point` do not fit the mode, `weight` does not fit the layer, or an output sums more
-                than 131071 products and `mode` is not `"weight_only"`.
+            ValueError: As `Int8Linear.from_linear`, where an output may sum 131071 products. Or `conv` has groups or
+                another `padding_mode`, pads the end of a dimension more than its beginning, or has kernels that overlap.
 
         Examples:
             >>> amp_kernels.nn.Int8Conv2d.from_conv(torch.nn.Conv2d(3, 8, 3, padding=1))
@@ -187,7 +178,7 @@ class _Int8Conv(Int8ProductLayer):
         if not isinstance(conv, kind):
             raise TypeError(f"{op}: conv must be a torch.nn.{kind.__name__}, got {type(conv).__name__}")
         steps = () if cls.is_transposed else (conv.stride, conv.padding, conv.dilation)
-        made = cls._of_float(op, conv, mode, weight, input_scale, input_zero_point, conv.kernel_size, *steps)
+        made = cls._of_float(op, conv, mode, weight, (input_scale, input_zero_point), conv.kernel_size, *steps)
         cls._check_fits(op, conv)
         return made
 
@@ -347,8 +338,7 @@ class Int8ConvTranspose2d(_Int8Conv):
         """Apply the layer.
 
         Args:
-            x: `[B, in_channels, H, W]` or `[in_channels, H, W]`; fp16, bf16 or fp32. In the modes `"dynamic"` and
-                `"static"` also an `Int8Tensor` of this shape with one scale.
+            x: As in `Int8Conv2d`.
             output_size: None, or the size of the result, as in `torch.nn.ConvTranspose2d`. No other size is possible.
 
         Returns:

@@ -96,11 +96,9 @@ def quantize_(
 ) -> nn.Module:
     """Replace linear layers, convolutions and embeddings of a model by int8 layers for inference.
 
-    These layers are replaced: `torch.nn.Linear`, `amp_kernels.nn.Linear` without an activation, transformers' `Conv1D`,
-    `torch.nn.Conv2d`, `torch.nn.Conv1d`, `torch.nn.ConvTranspose2d`, `torch.nn.Embedding`, and the projections of
-    `torch.nn.MultiheadAttention`. All others stay in floating point, and so do layers of these classes that int8 layers
-    cannot compute, for example depthwise convolutions. The log names them. Layers that share a weight share its codes.
-    A batch norm that follows a convolution is folded into it first, and becomes an identity.
+    The guide to int8 lists the layers that are replaced, among them the projections of `torch.nn.MultiheadAttention`.
+    All others stay in floating point, and the log names them. Layers that share a weight share its codes. A batch norm
+    that follows a convolution is folded into it first, and becomes an identity.
 
     Scheme: symmetric codes per output row or channel, `scale = absmax / 127` (Jacob et al. 2018; Wu et al. 2020); see
     `quantize_int8`.

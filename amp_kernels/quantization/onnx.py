@@ -277,8 +277,6 @@ class _Product(_StandIn):
                 codes = codes.movedim(0, self.axis)
             tensors |= {"roomy_codes": _unsigned(codes), "roomy_scale": scale, "input_scale": input_scale.reshape(())}
             tensors["input_zero_point"] = _unsigned(layer.input_zero_point).reshape(())
-        else:
-            tensors["input_scale"] = None
         super().__init__(layer, bias=layer.bias, **tensors)
         self.mode, self.repeats = layer.mode, repeats
 
