@@ -168,7 +168,7 @@ class _Int8Conv(Int8ProductLayer):
         Raises:
             TypeError: `conv` is of another class.
             ValueError: As `Int8Linear.from_linear`, where an output may sum 131071 products. Or `conv` has groups or
-                another `padding_mode`, pads the end of a dimension more than its beginning, or has kernels that overlap.
+                another `padding_mode`, pads the ends of a dimension differently, or has kernels that overlap.
 
         Examples:
             >>> amp_kernels.nn.Int8Conv2d.from_conv(torch.nn.Conv2d(3, 8, 3, padding=1))
