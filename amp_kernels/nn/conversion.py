@@ -56,10 +56,7 @@ def linear_part(layer: Any, x: Tensor, outputs: slice = ALL) -> Tensor:
 
 
 def by_outputs(layer: Any) -> Tensor:
-    """Return the weight in the order of int8 codes, with the outputs first and the inputs last.
-
-    For a linear layer or an embedding that is `matrix`, for a convolution [out_channels, *kernel_size, in_channels].
-    """
+    """Return the weight in the order of int8 codes, [out_channels, *kernel_size, in_channels] for a convolution."""
     if isinstance(layer, CONVOLUTIONS):
         return layer.weight.movedim(0 if is_transposed(layer) else 1, -1)
     return matrix(layer)

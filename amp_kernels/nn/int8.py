@@ -33,6 +33,8 @@ MODES: tuple[Mode, ...] = ("weight_only", "dynamic", "static")
 PANEL = 2**22
 
 _Fn = Callable[[Tensor], Tensor]
+# Returns the product, or with steps the convolution, of an input and a weight with its scale, plus a bias.
+Multiply = Callable[..., Tensor]
 Affine = tuple[Tensor, Tensor] | None  # scale and zero point of a result in codes
 Steps = dict[str, Any]  # stride, padding and dilation of a convolution, each for height and width
 # A layer stores the name of its mode in a tensor. The names differ in length, so the mode is read from the shape of the
@@ -469,12 +471,7 @@ def known_mode(mode: Mode) -> Mode:
 
 
 def apply_linear(
-    layer: Any,
-    x: Tensor | Int8Tensor,
-    weight: Tensor,
-    scale: Tensor | None,
-    multiply: Callable[..., Tensor],
-    outputs: slice = ALL,
+    layer: Any, x: Tensor | Int8Tensor, weight: Tensor, scale: Tensor | None, multiply: Multiply, outputs: slice = ALL
 ) -> Tensor:
     """Apply an int8 layer or a layer of `prepare_qat_` to rows `[..., K]`; see `apply_convolution`."""
     kind = type(layer).__name__
@@ -593,8 +590,8 @@ class Int8Linear(Int8ProductLayer):
             >>> amp_kernels.nn.Int8Linear.from_linear(torch.nn.Linear(16, 4, bias=False))
             Int8Linear(in_features=16, out_features=4, bias=False, mode=weight_only)
         """
-        op = "Int8Linear.from_linear"
-        layer: Int8Linear = cls._of_float(op, linear, mode, weight, (input_scale, input_zero_point))
+        affine = input_scale, input_zero_point
+        layer: Int8Linear = cls._of_float("Int8Linear.from_linear", linear, mode, weight, affine)
         layer.is_transposed = is_transposed(linear)
         return layer
 
@@ -829,9 +826,8 @@ def codes_to_share(op: str, codes: Int8Tensor | None, layer: nn.Module) -> Int8T
     if not is_by_row or (values.dtype, values.shape, scale.dtype, scale.shape, scale.device) != expected:
         raise ValueError(
             f"{op}: weight must be what quantize_int8(weight, dim={dims}) returns for a weight of shape "
-            f"{tuple(shape)}, "
-            f"with codes and scales on one device, got {values.dtype} {tuple(values.shape)} on {values.device} with "
-            f"scales {scale.dtype} {tuple(scale.shape)} on {scale.device}, "
+            f"{tuple(shape)}, with codes and scales on one device, got {values.dtype} {tuple(values.shape)} on "
+            f"{values.device} with scales {scale.dtype} {tuple(scale.shape)} on {scale.device}, "
             f"{'no' if codes.zero_point is None else 'a'} zero point and block_size {codes.block_size}"
         )
     return codes

@@ -1,15 +1,12 @@
 """Convolutions with int8 weights for inference: `Int8Conv2d`, `Int8Conv1d` and `Int8ConvTranspose2d`.
 
 Inputs and results have torch's order of dimensions, `[B, C, H, W]` or `[B, C, L]`. In memory the results have the order
-of channels_last, because the kernels read and write pixels with their channels next to each other. An input in this
-order is read in place. The codes of any other input are copied into this order, one byte for each element.
-
-`Int8ConvTranspose2d` has kernels that do not overlap (`_up_convolve`).
+of channels_last, because the kernels read and write pixels with their channels next to each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +15,7 @@ from torch import Tensor, nn
 
 from ..functional import Int8Tensor
 from .conversion import is_transposed, unusual
-from .int8 import Int8ProductLayer, Mode, Steps, arranged, check_is_dense
+from .int8 import Int8ProductLayer, Mode, Multiply, Steps, arranged, check_is_dense
 
 
 def steps_of(conv: Any) -> Steps:
@@ -39,13 +36,12 @@ def apply_convolution(
     x: Tensor | Int8Tensor,
     weight: Tensor,
     scale: Tensor | None,
-    multiply: Callable[..., Tensor],
+    multiply: Multiply,
     output_size: Sequence[int] | None = None,
 ) -> Tensor:
     """Apply an int8 layer or a layer of `prepare_qat_` to images or lines, with or without a batch.
 
-    `weight` is codes or floats in the order of codes. `multiply` returns a product, or with steps a convolution, for an
-    input, a weight, its scale and a bias.
+    `weight` is codes or floats in the order of codes.
     """
     kind, dims = type(layer).__name__, weight.dim() - 2
     check_is_dense(kind, x)
@@ -74,7 +70,7 @@ def _images_of(x: Tensor, dims: int) -> Tensor:
 
 
 def _up_convolve(
-    images: Tensor | Int8Tensor, weight: Tensor, scale: Any, bias: Tensor | None, multiply: Callable[..., Tensor]
+    images: Tensor | Int8Tensor, weight: Tensor, scale: Any, bias: Tensor | None, multiply: Multiply
 ) -> Tensor:
     """Apply a transposed convolution whose kernels do not overlap, by one product for all pixels of [B, H, W, C].
 
@@ -208,8 +204,7 @@ class _Int8Conv(Int8ProductLayer):
             `[B, out_channels, H, W]`, with the sizes that `torch.nn.Conv2d` gives them, in channels_last memory.
 
         Raises:
-            TypeError: `x` is no tensor, has another dtype, is nested, or is an `Int8Tensor` in the mode
-                `"weight_only"`.
+            TypeError: As `Int8Linear`.
             ValueError: The shape of `x` does not fit.
 
         Examples:
@@ -281,8 +276,7 @@ class Int8ConvTranspose2d(_Int8Conv):
 
     Such a layer, for example an up-convolution of a U-Net, turns each pixel into a block of pixels of its own. So its
     result is one product of the pixels by a matrix `[in_channels, kernel height * kernel width * out_channels]`, put
-    into another order. All other transposed convolutions stay in floating point: those whose kernels overlap or leave
-    gaps, and those with padding, `output_padding`, dilation or groups.
+    into another order. All other transposed convolutions stay in floating point.
 
     The modes are those of `Int8Linear`, with the pixels as rows. In the mode `"dynamic"` each pixel is quantized by the
     range of its channels.

@@ -1,8 +1,4 @@
-"""`Int8Sequential`: an `nn.Sequential` in which static int8 layers pass codes to each other.
-
-Codes exist only inside one call of the `Int8Sequential`. Code that calls one of its layers, or a slice of it, gets
-floats.
-"""
+"""`Int8Sequential`: an `nn.Sequential` in which static int8 layers pass codes to each other."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from .int8_conv import Int8Conv1d, Int8Conv2d, Int8ConvTranspose2d
 
 
 class Int8Sequential(nn.Sequential):
-    """`nn.Sequential` whose static int8 layers pass codes to the next static int8 layer.
+    """`nn.Sequential` whose static int8 layers pass codes to the next static int8 layer, inside one call of it.
 
     Between the two there may be layers of the classes `nn.ReLU`, `nn.MaxPool2d`, `nn.Flatten` and `nn.Identity`. A
     layer with hooks gets floats and returns floats. So does a layer whose input or bias needs a gradient. So do all

@@ -82,16 +82,14 @@ def convert_linear_(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool
     """Turn every `torch.nn.Linear` of a model into an `amp_kernels.nn.Linear`, in place.
 
     A layer stays the same object and changes its class. Parameters, hooks, tied weights and references to the layer
-    stay, so an optimizer may be created before or after this call. The activation of a converted layer is None. These
-    layers are left unchanged:
+    stay. The activation of a converted layer is None. These layers are left unchanged:
 
     - subclasses of `torch.nn.Linear`: for example parametrized layers, layers wrapped by `fully_shard` (convert first,
       then parametrize or shard), and the output projection in `nn.MultiheadAttention` (the attention never calls the
       projection's forward);
     - layers with an attribute `activation`, or with a `forward` that was assigned to the instance.
 
-    The logger "amp_kernels" gets a line of level INFO. It lists the converted parameters, and the parameters left
-    unchanged, each with the class of its layer.
+    The logger "amp_kernels" gets a line of level INFO that lists the converted parameters and the others.
 
     Args:
         model: Changed in place. It may be a layer itself.

@@ -169,8 +169,7 @@ def prepare_qat_(
     The forward pass computes with the codes of inputs and weights, as the int8 layers will. The gradient ignores the
     rounding. It is 0 for values outside of the range of the codes (Jacob et al. 2018). In eval mode, predictions before
     and after `convert_` have the same bits, unless code other than the layers reads their weights. Parameters stay the
-    same objects, so an optimizer may be created before or after this call. Batch norms are folded into convolutions
-    first, as in `quantize_`, and the folded numbers are written into the parameters.
+    same objects. Batch norms are folded into those of convolutions first.
 
     Args:
         model: Changed in place.
@@ -323,8 +322,7 @@ class _Prepared(LoadsItsKind):
         nn.Module.__init__(made)
         vars(made).update((name, value) for name, value in vars(layer).items() if name not in vars(made))
         made._parameters.update(layer._parameters)
-        observes = observes and not issubclass(kind, nn.Embedding)
-        made.observer = MinMaxObserver(layer.weight.device) if observes else None
+        made.observer = MinMaxObserver(layer.weight.device) if observes and not issubclass(kind, nn.Embedding) else None
         if issubclass(kind, nn.Linear):
             made.is_transposed = is_transposed(layer)
             made.out_features, made.in_features = matrix(layer).shape

@@ -7,9 +7,8 @@ With running statistics, `norm(conv(x))` is a convolution with other numbers (Ja
     bias   = (conv.bias - running_mean) * factor + norm.bias
 
 Pairs are found by `torch.fx`. It runs `forward` of a copy of the model, without numbers, and writes down which module
-reads the result of which. So a pair is found in an `nn.Sequential`, and in modules that call their layers by name. The
-copy is traced in several ways (`_pairs`), and only pairs that all traces have are folded. If the model cannot be
-traced, because its `forward` branches on numbers, nothing is folded.
+reads the result of which. The copy is traced in several ways (`_pairs`), and only pairs that all traces have are
+folded. If the model cannot be traced, because its `forward` branches on numbers, nothing is folded.
 """
 
 from __future__ import annotations

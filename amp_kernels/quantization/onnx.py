@@ -7,14 +7,10 @@ translates everything else in the model.
 Codes and weights are uint8 here: an int8 code plus 128, with the zero point plus 128. On CPUs without VNNI
 instructions, onnxruntime multiplies uint8 by uint8 exactly. It saturates sums of uint8 times int8.
 
-A product becomes one of three patterns:
-
-- The layer passes codes to the next one: DequantizeLinear, a product of floats (Conv, or MatMul and Add), and
-  QuantizeLinear. Runtimes replace them by one integer operator, such as QLinearConv or QGemm.
-- The layer returns floats: ConvInteger or MatMulInteger, then the scales and the bias. The sums are exact. The first
-  pattern would not do: no QuantizeLinear follows 12 of the 20 convolutions of a ResNet-18. onnxruntime 1.32 computes
-  such convolutions in floating point.
-- The layer is weight-only: the weight minus 128, times its scales, then a product of floats.
+The guide to int8 lists the operators that a product becomes. If a layer passes codes, they are DequantizeLinear, a
+product of floats and QuantizeLinear, which runtimes replace by one integer operator. This would not do for layers that
+return floats: no QuantizeLinear follows 12 of the 20 convolutions of a ResNet-18, and onnxruntime 1.32 computes such
+convolutions in floating point.
 """
 
 from __future__ import annotations
@@ -437,7 +433,6 @@ class _ConvTranspose(_Conv):
 
     @property
     def weight(self) -> Tensor:
-        """The dequantized weight, for models that read it or its dtype."""
         weight = super().weight.flatten(1)
         return weight.unflatten(0, (*self.kernel, -1)).movedim((-1, -2), (0, 1))
 
@@ -446,10 +441,8 @@ class _ConvTranspose(_Conv):
         return self._compute(x)
 
     def _compute(self, x: Tensor | _Codes, *passed: Any, **outputs: Any) -> Any:
-        result = super()._compute(x, *passed, **outputs)
-        if isinstance(result, _Codes):
-            return result._replace(values=self.blocks(result.values))
-        return self.blocks(result)
+        y = super()._compute(x, *passed, **outputs)
+        return y._replace(values=self.blocks(y.values)) if isinstance(y, _Codes) else self.blocks(y)
 
     def blocks(self, x: Tensor) -> Tensor:
         """Return [B, N, H * kernel height, W * kernel width] for [B, kernel height * kernel width * N, H, W]."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import weakref
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -99,18 +100,19 @@ class int8_saved_activations(contextlib.ContextDecorator):  # noqa: N801 (called
 
     @torch.compiler.disable
     @torch.no_grad()
-    def _pack(self, tensor: Tensor) -> _Alone | _Packed:
+    def _pack(self, tensor: Tensor) -> partial[Tensor]:
+        """Return a function that returns the tensor in the backward pass."""
         if not _is_activation(tensor):
-            return _Alone(tensor.detach(), tensor._version)  # `_unpack` compares the version
+            return partial(_kept, tensor.detach(), tensor._version)
         # An expanded dimension has stride 0. Only one of its elements is in memory, and only one is stored.
         sizes = [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
         core = tensor.detach().as_strided(sizes, tensor.stride())
         if core.numel() < self.min_numel:
-            return _Alone(tensor.detach(), tensor._version)
+            return partial(_kept, tensor.detach(), tensor._version)
         flat = _in_memory_order(core)
         strides = core.contiguous().stride() if flat is None else core.stride()
         codes = self._codes_of(core if flat is None else flat, tensor._version)
-        return _Packed(codes, torch.Size(sizes), strides, tensor.shape)
+        return partial(_dequantized, codes, sizes, strides, tensor.shape)
 
     def _codes_of(self, x: Tensor, version: int) -> _Codes:
         # Operators that save the same values share one `_Codes`; otherwise the input of q, k and v would be stored
@@ -133,13 +135,6 @@ class int8_saved_activations(contextlib.ContextDecorator):  # noqa: N801 (called
         return codes
 
 
-class _Alone(NamedTuple):
-    """A saved tensor that is not quantized."""
-
-    tensor: Tensor
-    version: int
-
-
 @dataclass
 class _Codes:
     """The codes of a tensor, and a weak reference to its storage. The reference keeps the key in `_codes` unique."""
@@ -149,36 +144,28 @@ class _Codes:
     storage: StorageWeakRef
 
 
-class _Packed(NamedTuple):
-    """A saved tensor that is quantized."""
-
-    codes: _Codes
-    sizes: torch.Size  # 1 for expanded dimensions
-    strides: tuple[int, ...]
-    shape: torch.Size
-
-
 @torch.compiler.disable
-def _unpack(saved: _Alone | _Packed) -> Tensor:
-    if isinstance(saved, _Alone):
-        # torch checks the version of tensors that it saves, but not of tensors that hooks return. `saved.tensor` was
-        # made by `detach()`, so it shares the version counter of the user's tensor.
-        if saved.tensor._version != saved.version:
-            raise RuntimeError(
-                "int8_saved_activations: a tensor needed for the gradient was modified by an inplace operation: "
-                f"{saved.tensor.dtype} of shape {tuple(saved.tensor.shape)} is at version {saved.tensor._version}, "
-                f"expected version {saved.version}"
-            )
-        return saved.tensor
-    flat = saved.codes.tensor.dequantize(saved.codes.dtype)
-    return flat.as_strided(saved.sizes, saved.strides).expand(saved.shape)
+def _unpack(saved: partial[Tensor]) -> Tensor:
+    return saved()
+
+
+def _kept(tensor: Tensor, version: int) -> Tensor:
+    # torch checks the version of tensors that it saves, but not of tensors that hooks return. `tensor` was made by
+    # `detach()`, so it shares the version counter of the user's tensor.
+    if tensor._version != version:
+        raise RuntimeError(
+            "int8_saved_activations: a tensor needed for the gradient was modified by an inplace operation: "
+            f"{tensor.dtype} of shape {tuple(tensor.shape)} is at version {tensor._version}, expected version {version}"
+        )
+    return tensor
+
+
+def _dequantized(codes: _Codes, sizes: list[int], strides: tuple[int, ...], shape: torch.Size) -> Tensor:
+    return codes.tensor.dequantize(codes.dtype).as_strided(sizes, strides).expand(shape)
 
 
 def _is_activation(tensor: Tensor) -> bool:
-    """Return whether `tensor` is an activation, that is, the result of an operator that autograd has recorded.
-
-    Leaves, views of leaves and casts of leaves are not activations.
-    """
+    """Return whether autograd has recorded how `tensor` was made, other than as a view or a cast of a leaf."""
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.dtype not in DTYPE_CODES:
         return False
     whole = tensor if tensor._base is None else tensor._base
