@@ -33,7 +33,7 @@ MODES: tuple[Mode, ...] = ("weight_only", "dynamic", "static")
 PANEL = 2**22
 
 _Fn = Callable[[Tensor], Tensor]
-# Returns the product, or with steps the convolution, of an input and a weight with its scale, plus a bias.
+# A function of an input, a weight with its scale, and a bias. It returns the product, or with steps the convolution.
 Multiply = Callable[..., Tensor]
 Affine = tuple[Tensor, Tensor] | None  # scale and zero point of a result in codes
 Steps = dict[str, Any]  # stride, padding and dilation of a convolution, each for height and width
@@ -778,7 +778,7 @@ def _numbers_of(x: Tensor, *scheme: Any, dtype: torch.dtype | None = None) -> Te
 
 
 def check_is_dense(op: str, x: Tensor | Int8Tensor) -> None:
-    """Raise TypeError unless `x` is a tensor that is not nested, as an encoder that was not converted may pass it."""
+    """Raise TypeError unless `x` is a dense tensor. An `nn.TransformerEncoder` that was not converted passes others."""
     if not isinstance(x, Int8Tensor):
         check_are_tensors(op, x=x)
     if getattr(x, "is_nested", False):
