@@ -24,17 +24,18 @@ only inputs that the C++ kernels cannot multiply.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import importlib.util
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from .. import _loader
+from .. import _loader, reference
 
 LIBRARY = torch.library.Library("amp_kernels", "DEF")
 
@@ -130,6 +131,40 @@ def operator(
         compiled = getattr(torch.ops.amp_kernels, f"_compiled_{name}").default
     DEFINITIONS[op] = Definition(check, reference, launch, compiled)
     return op
+
+
+class Arguments:
+    """The arguments of an operator. A subclass is a dataclass that has them as fields, in the order of the schema.
+
+    Its methods are the functions that `operator` takes. If there is no Triton kernel, it has no `launch`.
+    """
+
+    name: ClassVar[str]  # of the operator, and of its specification in `amp_kernels.reference`
+    check: Callable[[], None]
+    fake: Callable[[], Any]
+
+    def in_torch(self) -> Any:
+        """Return what the specification returns, in memory of any strides."""
+        return getattr(reference, self.name)(**vars(self))
+
+    def reference(self) -> Any:
+        """Return the result of the specification, with the strides that `fake` chooses."""
+        return self.fake().copy_(self.in_torch())
+
+
+def define(arguments: Any, returns: str = "Tensor", **options: bool) -> Any:
+    """Define an operator that mutates nothing by its class of `Arguments`. `options` are those of `operator`."""
+    types = {"Sequence[int]": "int[]", "torch.dtype": "ScalarType", "torch.SymInt": "SymInt"}
+    fields = [(field.name, *field.type.partition(" | ")) for field in dataclasses.fields(arguments)]
+    columns = (f"{types.get(kind, kind)}{'?' * bool(none)} {name}" for name, kind, _, none in fields)
+    return operator(
+        f"{arguments.name}({', '.join(columns)}) -> {returns}",
+        check=lambda *args: arguments(*args).check(),
+        reference=lambda *args: arguments(*args).reference(),
+        fake=lambda *args: arguments(*args).fake(),
+        launch=(lambda kernels, *args: arguments(*args).launch(kernels)) if hasattr(arguments, "launch") else None,
+        **options,
+    )
 
 
 def triton_kernels() -> Kernels:

@@ -13,6 +13,7 @@ Random numbers come from Philox4x32-10 (Salmon et al. 2011, "Parallel random num
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -224,18 +225,17 @@ def int8_conv2d(
     )
     # [batch, output height, output width, kernel height, kernel width, channels]
     under = padded[:, rows[:, None, :, None], columns[None, :, None, :]]
-
-    def of_pixels(side: Tensor | None) -> Tensor | None:
-        many = side is not None and side.numel() > 1
-        return side.flatten().repeat_interleave(len(rows) * len(columns)) if side is not None and many else side
-
-    scale = of_pixels(x_scale)
-    assert scale is not None
+    scale, zero_point = (of_pixels(side, len(rows) * len(columns)) for side in (x_scale, x_zero_point))
     out = int8_matmul(
-        under.flatten(0, 2).flatten(1), weight.flatten(1).t(), scale, of_pixels(x_zero_point), weight_scale, None,
-        bias=bias, out_dtype=out_dtype, out_scale=out_scale, out_zero_point=out_zero_point,
+        under.flatten(0, 2).flatten(1), weight.flatten(1).t(), scale, zero_point, weight_scale, None, bias=bias,
+        out_dtype=out_dtype, out_scale=out_scale, out_zero_point=out_zero_point,
     )  # fmt: skip
     return out.reshape(batch, len(rows), len(columns), weight.shape[0])
+
+
+def of_pixels(side: Any, pixels: int) -> Any:
+    """Return scales or zero points with one element for each output pixel, if there is one for each image."""
+    return side if side is None or side.numel() == 1 else side.flatten().repeat_interleave(pixels)
 
 
 def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
