@@ -294,13 +294,6 @@ class _FakeQuantize(Arguments):
 
         return new(self.scale is None, torch.float32), new(self.scale is None and not self.symmetric, torch.int32)
 
-    def reference(self) -> Quantized:
-        results = self.fake()
-        for result, value in zip(results, self.in_torch(), strict=True):
-            if result.numel() > 0:
-                result.copy_(value)
-        return results
-
     def launch(self, kernels: Kernels) -> Quantized:
         x, plan, scale, zero_point = self.x, self.plan, self.scale, self.zero_point
         own = self.new_sides(plan)

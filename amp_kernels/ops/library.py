@@ -148,15 +148,20 @@ class Arguments:
         return getattr(reference, self.name)(**vars(self))
 
     def reference(self) -> Any:
-        """Return the result of the specification, with the strides that `fake` chooses."""
-        return self.fake().copy_(self.in_torch())
+        """Return the results of the specification, with the strides that `fake` chooses."""
+        results, values = self.fake(), self.in_torch()
+        one = isinstance(results, Tensor)
+        for result, value in zip([results] if one else results, [values] if one else values, strict=True):
+            if result.numel() > 0:  # the value may be None if the result has no elements
+                result.copy_(value)
+        return results
 
 
 def define(arguments: Any, returns: str = "Tensor", **options: bool) -> Any:
     """Define an operator that mutates nothing by its class of `Arguments`. `options` are those of `operator`."""
-    types = {"Sequence[int]": "int[]", "torch.dtype": "ScalarType", "torch.SymInt": "SymInt"}
+    types = {"Sequence[int]": "int[]", "torch.dtype": "ScalarType"}
     fields = [(field.name, *field.type.partition(" | ")) for field in dataclasses.fields(arguments)]
-    columns = (f"{types.get(kind, kind)}{'?' * bool(none)} {name}" for name, kind, _, none in fields)
+    columns = (f"{types.get(kind, kind)}{'?' if none else ''} {name}" for name, kind, _, none in fields)
     return operator(
         f"{arguments.name}({', '.join(columns)}) -> {returns}",
         check=lambda *args: arguments(*args).check(),
