@@ -12,12 +12,10 @@ Only these calls wait for the device:
   if some of the tensors that they work on are on a GPU and others on the CPU.
 """
 
-from .adam import adam_
 from .int8 import Int8Tensor, dequantize_int8, fake_quantize_int8, int8_conv2d, int8_matmul, quantize_int8
 from .matmul import addmm, linear, matmul, pad_to_multiple
-from .rmsprop import rmsprop_
-from .sgd import sgd_
 from .unscale import clip_grad_norm_, grad_norm, unscale_
+from .update import adam_, rmsprop_, sgd_
 
 __all__ = [
     "Int8Tensor",
