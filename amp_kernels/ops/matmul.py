@@ -24,7 +24,7 @@ DTYPES = (torch.float16, torch.bfloat16)
 OUT_DTYPES = (torch.float32, *DTYPES)
 # In bytes. The tiled kernels can load an operand 16 bytes at a time only if its rows begin at multiples of 16 bytes, or
 # its columns if it is column-major. Otherwise they load one element at a time. To be fast, cuBLAS also needs rows (or
-# columns) whose lengths are multiples of 16 bytes (padding.py).
+# columns) whose lengths are multiples of 16 bytes (functional/matmul.py).
 ALIGNMENT = 16
 
 
