@@ -1,9 +1,7 @@
 """Operators on tensors and on lists of tensors: updates, gradient passes, int8 and matrix products.
 
-If the compiled extension has kernels for the device of the tensors, these kernels run. If it has none, Triton kernels
-run for CUDA tensors, provided that Triton is installed. In all other cases plain torch runs (`amp_kernels.reference`).
-Matrix products are an exception: the docstrings of `matmul` and `int8_matmul` say which library or kernel multiplies.
-All names are public as names of `amp_kernels`.
+`amp_kernels.use_backend` says which kernels run. Matrix products are an exception: the docstrings of `matmul` and
+`int8_matmul` say which library or kernel multiplies. All names are public as names of `amp_kernels`.
 
 Only these calls wait for the device:
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import torch_private
 from ..ops import int8 as ops
-from ..ops.checks import check_are_tensors, check_are_tensors_or_none
+from ..ops.checks import check_are_tensors
 from ..ops.library import call
 
 
@@ -40,6 +40,8 @@ class Int8Tensor:
         >>> q = amp_kernels.quantize_int8(torch.tensor([[-127.0, 64.0], [0.5, 1.27]]), dim=-1)
         >>> q.values.tolist(), q.scale.shape, q.nbytes
         ([[-127, 64], [50, 127]], torch.Size([2, 1]), 12)
+        >>> q.t().dim, q.to("cpu").dequantize(torch.float16)[0]
+        ((0,), tensor([-127.,   64.], dtype=torch.float16))
     """
 
     values: Tensor
@@ -54,7 +56,8 @@ class Int8Tensor:
         # three to five objects of this class for one product.
         if not (type(values) is type(scale) is Tensor and (zero_point is None or type(zero_point) is Tensor)):
             check_are_tensors("Int8Tensor", values=values, scale=scale)
-            check_are_tensors_or_none("Int8Tensor", zero_point=zero_point)
+            if zero_point is not None:
+                check_are_tensors("Int8Tensor", zero_point=zero_point)
         if self.block_size is not None:
             ops.check_blocks("Int8Tensor", values, self.block_size)
         if self.dim is not None:
@@ -83,17 +86,10 @@ class Int8Tensor:
         return sum(t.nbytes for t in (self.values, self.scale, self.zero_point) if t is not None)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the numbers that the codes stand for; see `dequantize_int8`.
-
-        Args:
-            dtype: fp32, fp16 or bf16.
+        """Return the numbers that the codes stand for; this takes the arguments of `amp_kernels.dequantize_int8`.
 
         Returns:
             A tensor of this dtype, in the shape of `values`.
-
-        Examples:
-            >>> amp_kernels.quantize_int8(torch.tensor([-1.0, 1.0])).dequantize(torch.float16)
-            tensor([-1.,  1.], dtype=torch.float16)
         """
         return dequantize_int8(self, dtype)
 
@@ -108,10 +104,6 @@ class Int8Tensor:
 
         Raises:
             TypeError: `device` is not a device, for example a dtype.
-
-        Examples:
-            >>> amp_kernels.quantize_int8(torch.ones(2, 3)).to("cpu").shape
-            torch.Size([2, 3])
         """
         if not isinstance(device, (torch.device, str, int)):
             raise TypeError(f"Int8Tensor.to: device must be a device, got {device!r}; use dequantize(dtype) for floats")
@@ -140,21 +132,15 @@ class Int8Tensor:
 
         Raises:
             ValueError: The codes are not a matrix, or are quantized in blocks.
-
-        Examples:
-            >>> q = amp_kernels.quantize_int8(torch.ones(2, 3), dim=-1).t()
-            >>> q.shape, q.dim
-            (torch.Size([3, 2]), (0,))
         """
         if self.values.dim() != 2 or self.block_size is not None:
             raise ValueError(
                 f"Int8Tensor.t: values must have 2 dimensions and block_size must be None, got {self.values.dim()} "
                 f"dimensions and block_size {self.block_size}"
             )
-        scale = self.scale.t() if self.scale.dim() == 2 else self.scale
-        zero_point = (
-            self.zero_point.t() if self.zero_point is not None and self.zero_point.dim() == 2 else self.zero_point
-        )
+        scale, zero_point = self.scale, self.zero_point
+        scale = scale.t() if scale.dim() == 2 else scale
+        zero_point = zero_point.t() if zero_point is not None and zero_point.dim() == 2 else zero_point
         dim = None if self.dim is None else tuple(1 - d % 2 for d in self.dim)
         return Int8Tensor(self.values.t(), scale, zero_point, dim)
 
@@ -189,18 +175,16 @@ def quantize_int8(
     - A group that holds NaN or inf gets codes 0 and the scale NaN. A group whose `1 / scale` is not finite gets codes 0
       and the scale 1.
 
-    Whether `x` is copied depends on its memory. `x` is dense if its elements fill one range of memory, in any order of
-    dimensions. The dimensions in `dim` are called reduced, and all others kept. A dense `x` is read in place if its
-    dimensions, from the outermost to the innermost in memory, are first kept ones, then reduced ones, then kept ones.
-    Any of these three parts may be missing. That covers a scale for each row or column of a matrix, for each channel of
-    `[B, T, C]`, for each column of every expert in `[E, N, K]`, and for each output channel of a channels_last weight.
-    It also covers a scale for each token of a `[B, H, T, D]` view of `[B, T, H, D]` memory. With `block_size` a dense
-    `x` is read in place if its last dimension is the innermost in memory.
+    `x` is dense if its elements fill one range of memory, in any order of dimensions. A dense `x` is read in place if
+    its dimensions, from the outermost to the innermost in memory, are first kept ones, then those in `dim`, then kept
+    ones. Any of these three parts may be missing. That covers a scale for each row or column of a matrix, for each
+    channel of `[B, T, C]`, for each column of every expert in `[E, N, K]`, for each output channel of a channels_last
+    weight, and for each token of a `[B, H, T, D]` view of `[B, T, H, D]` memory. With `block_size` a dense `x` is read
+    in place if its last dimension is the innermost in memory.
 
-    Every other `x` is copied first. Examples are a slice with gaps, NCHW images with a scale for each channel, and the
-    `[B, H, T, D]` view above with a scale for each head. The copy takes as many bytes as `x`, and is freed when the
-    call returns. If `x` is dense, the codes are copied too, into memory with x's strides. Stochastic rounding copies
-    every `x` that is not row-major.
+    Every other `x` is copied first, for example a slice with gaps, or NCHW images with a scale for each channel. The
+    copy takes as many bytes as `x`, and is freed when the call returns. If `x` is dense, the codes are copied too, into
+    memory with x's strides. Stochastic rounding copies every `x` that is not row-major.
 
     Args:
         x: fp16, bf16 or fp32, of any shape and strides. If `x` is dense, the codes have its strides. Otherwise they are
@@ -288,18 +272,13 @@ def fake_quantize_int8(
     The result differs from `quantize_int8(x, ...).dequantize(x.dtype)` in one case. If `scale` is given,
     `quantize_int8` gives NaN the same code as 0, but here NaN stays NaN.
 
-    The other arguments are those of `amp_kernels.quantize_int8`.
+    The other arguments are those of `amp_kernels.quantize_int8`, and so are the errors.
 
     Args:
         x: fp16, bf16 or fp32, of any shape and strides.
 
     Returns:
         A tensor of x's shape and dtype. If `x` is dense, it has x's strides. Otherwise it is row-major.
-
-    Raises:
-        TypeError: A dtype or a type does not fit.
-        ValueError: A shape does not fit, or two arguments exclude each other.
-        IndexError: `dim` is out of range.
 
     Examples:
         >>> x = torch.tensor([0.4, 1.0, 200.0], requires_grad=True)
@@ -400,10 +379,7 @@ def int8_conv2d(
     Each output pixel is a row of `int8_matmul`: the codes of `x` under the kernel, times the codes of the weight. So
     sums are exact, and results are rounded as `int8_matmul` rounds them (Jacob et al. 2018). Padding has the code that
     stands for 0, which is the zero point, or 0 for symmetric codes. A zero point that is not from -128 to 127 is
-    clamped to this range first. Not differentiable.
-
-    The rows are not stored. Kernels gather them from `x` while they multiply. A kernel of one pixel with stride 1 and
-    without padding needs no gathering. A GPU multiplies such a convolution by a CUDA C++ kernel of `int8_matmul`.
+    clamped to this range first. The rows are not stored. Not differentiable.
 
     The other arguments are those of `amp_kernels.int8_matmul`.
 
@@ -413,8 +389,8 @@ def int8_conv2d(
         weight: `[N, kernel height, kernel width, C]`, symmetric, with one scale or one per output channel
             (`dim=(1, 2, 3)`).
         stride: One int, or one each for height and width.
-        padding: One int, or one each for height and width. At each end, this many pixels are added.
-        dilation: One int, or one each for height and width.
+        padding: The same. At each end, this many pixels are added.
+        dilation: The same.
 
     Returns:
         Row-major `[B, output height, output width, N]` in `out_dtype`, or int8 codes if `out_scale` is given. The

@@ -45,7 +45,8 @@ def unscale_(grads: Sequence[Tensor], *, inv_scale: Tensor, found_inf: Tensor) -
     """
     grads = as_list("unscale_", "grads", grads)
     check_are_tensors("unscale_", inv_scale=inv_scale, found_inf=found_inf)
-    _check_scalars("unscale_", inv_scale, found_inf)
+    check_scalar("unscale_", "inv_scale", inv_scale)
+    check_scalar("unscale_", "found_inf", found_inf)
     _on_each_device(ops.unscale_, grads, inv_scale, found_inf)
     note_written(grads, [found_inf])
 
@@ -54,9 +55,8 @@ def grad_norm(grads: Sequence[Tensor], *, inv_scale: Tensor | None = None, found
     """Return the L2 norm over all elements of all gradients, in one pass over memory.
 
     The result is `sqrt(sum((inv_scale * grad)^2))`. Squares are summed in fp32, a few at a time. The fp32 sums are then
-    summed in fp64. An fp32 sum may have overflowed or lost small squares. In this case its elements are squared and
-    summed a second time, either in fp64, or in fp32 after a multiplication by a power of 2. So every finite element
-    counts. The second sum reads the elements from registers or a cache, not from memory. Not differentiable.
+    summed in fp64. Elements whose fp32 sum may have overflowed or lost small squares are squared and summed a second
+    time, in fp64 or scaled by a power of 2, so that every finite element counts. Not differentiable.
 
     Args:
         grads: fp16, bf16 or fp32 tensors of any strides, on any devices. They are not changed.
@@ -76,7 +76,8 @@ def grad_norm(grads: Sequence[Tensor], *, inv_scale: Tensor | None = None, found
         tensor(5.)
     """
     grads = as_list("grad_norm", "grads", grads)
-    _check_scalars("grad_norm", inv_scale, found_inf)
+    check_scalar("grad_norm", "inv_scale", inv_scale)
+    check_scalar("grad_norm", "found_inf", found_inf)
     norms = _on_each_device(ops.grad_norm, grads, inv_scale, found_inf)
     if found_inf is not None:
         note_written([found_inf])
@@ -155,11 +156,6 @@ def clip_grad_norm_(
     return norm
 
 
-def _check_scalars(op: str, inv_scale: Tensor | None, found_inf: Tensor | None) -> None:
-    check_scalar(op, "inv_scale", inv_scale)
-    check_scalar(op, "found_inf", found_inf)
-
-
 def _on_each_device(op: Any, grads: list[Tensor], inv_scale: Tensor | None, found_inf: Tensor | None) -> list[Tensor]:
     """Call the operator once for each device, with the gradients on that device.
 
@@ -170,15 +166,10 @@ def _on_each_device(op: Any, grads: list[Tensor], inv_scale: Tensor | None, foun
     try:
         return [_on_device(op, grads[0].device, grads, inv_scale, found_inf)]
     except (RuntimeError, TypeError, ValueError):  # several devices, or a bad argument, for which `call` raises below
-        groups = _by_device(grads).items()
-    return [_on_device(partial(call, op), device, group, inv_scale, found_inf) for device, group in groups]
-
-
-def _by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[Tensor]]:
-    groups: dict[torch.device, list[Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault(tensor.device, []).append(tensor)
-    return groups
+        groups: dict[torch.device, list[Tensor]] = {}
+        for grad in grads:
+            groups.setdefault(grad.device, []).append(grad)
+    return [_on_device(partial(call, op), device, group, inv_scale, found_inf) for device, group in groups.items()]
 
 
 def _on_device(

@@ -122,7 +122,7 @@ def rmsprop_(
 
     If rounding makes `v - a^2` negative, it counts as 0. torch returns NaN there.
 
-    The other arguments are those of `amp_kernels.sgd_`.
+    The other arguments are those of `amp_kernels.sgd_`, and so are the errors.
 
     Args:
         square_avgs: `v`, one fp32 tensor per parameter, updated in place. Pass zeros for the first step.
@@ -131,10 +131,6 @@ def rmsprop_(
         grad_avgs: `a`, in the same form as `square_avgs`. If they are given, the variance is centered.
         alpha: Decay of the averages.
         eps: Added to the square root in the denominator.
-
-    Raises:
-        TypeError: A dtype does not fit. Nothing was modified.
-        ValueError: A length, shape or device does not fit. Nothing was modified.
 
     Examples:
         >>> param, square_avg = torch.tensor([1.0]), torch.zeros(1)

@@ -1,9 +1,8 @@
-"""The int8 operators, quantization and products: schemas, checks, fakes for tracing, gradients, and calls of Triton.
+"""The int8 operators, quantization and products: arguments, checks, fakes for tracing, gradients, and calls of Triton.
 
-csrc/int8.h explains how a tensor is cut into groups and in which order kernels read them. `Plan` computes the strides
-of an operator's results, and the memory layout that its kernels read and write. The fakes need the strides. The code
-that calls Triton's kernels needs the layout. C++ operators compute both in csrc/ops/int8_layout.h, which also lists
-which tensors are copied. The calls of Triton cannot use that C++ code, because they also have to work if nothing is
+csrc/int8.h explains how a tensor is cut into groups and in which order kernels read them. `Plan` computes what C++
+operators compute in csrc/ops/int8_layout.h, which also lists which tensors are copied: the strides of results, for the
+fakes, and the memory layout that kernels use. Triton needs the layout in Python, because it has to work if nothing is
 compiled.
 """
 
@@ -123,13 +122,7 @@ class Plan(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, groups: Groups, *, is_numbered: bool = False) -> Plan:
-        """Return the plan for `x`.
-
-        Args:
-            x: The tensor. Kernels read it or a copy of it.
-            groups: Its groups.
-            is_numbered: Whether kernels number the elements in row-major order, for random bits.
-        """
+        """Return the plan for `x`. If `is_numbered`, kernels number elements in row-major order, for random bits."""
         row_major = dense_strides(groups.shape, range(x.dim()))
         out = dense_strides(groups.shape, storage_order(x.stride())) if is_dense(x) else row_major
         walk = row_major if is_numbered else out
@@ -172,12 +165,6 @@ def check_blocks(op: str, x: Tensor, block_size: int | None) -> None:
         raise ValueError(f"{op}: block_size must be at least 1, got {block_size}")
     if x.dim() == 0:
         raise ValueError(f"{op}: x must have a last dimension to split into blocks, got a 0-dim tensor")
-
-
-def _check_float(op: str, name: str, dtype: torch.dtype) -> None:
-    check_dtype(op, name, dtype)
-    if dtype not in DTYPE_CODES:
-        raise TypeError(f"{op}: {name} must be float32, float16 or bfloat16, got {dtype}")
 
 
 def _check_parameter(op: str, name: str, tensor: Tensor, dtype: torch.dtype, of: str, x: Tensor) -> None:
@@ -356,7 +343,7 @@ class _Dequantize(Arguments):
         check_values(op, "values", values, (torch.int8,))
         check_blocks(op, values, self.block_size)
         _check_scale(op, "values", values, self.scale, self.zero_point, self.block_size)
-        _check_float(op, "dtype", self.dtype)
+        check_dtype(op, "dtype", self.dtype)
 
     def fake(self) -> Tensor:
         return self.values.new_empty_strided(self.values.shape, self.plan.out, dtype=self.dtype)
@@ -581,7 +568,7 @@ class _Conv2d(Arguments):
 def _check_result(op: str, name: str, x: Tensor, columns: int, given: _Matmul | _Conv2d) -> None:
     """Raise if an argument that says what becomes of the sums does not fit. Messages call `x` by this name."""
     _check_bias(op, given.bias, torch.float32, name, x, columns)
-    _check_float(op, "out_dtype", given.out_dtype)
+    check_dtype(op, "out_dtype", given.out_dtype)
     out_scale, out_zero_point = given.out_scale, given.out_zero_point
     check_scalar(op, "out_scale", out_scale, x.device)
     if out_zero_point is not None:

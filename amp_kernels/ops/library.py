@@ -87,7 +87,7 @@ def operator(
     is_differentiable: bool = False,
     delegates: bool = False,
 ) -> Any:
-    """Define ``torch.ops.amp_kernels.<name>``.
+    """Define ``torch.ops.amp_kernels.<name>``, and return it.
 
     Args:
         schema: The schema as in `torch.library`, beginning with the name. A list that may be absent has the type
@@ -103,9 +103,6 @@ def operator(
             None if there is no Triton kernel. The reference then takes its place.
         is_differentiable: Whether the caller registers autograd.
         delegates: Whether the CUDA kernel may pass a call on to Triton or torch.
-
-    Returns:
-        The operator.
     """
     name = schema.partition("(")[0]
     reference = torch.no_grad()(_after(check, reference))

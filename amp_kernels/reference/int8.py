@@ -1,11 +1,7 @@
 """The int8 operators in plain torch.
 
 The fp32 operations have a fixed order, and no two of them are fused into one that rounds once. So every backend can
-return the same bits.
-
-The elements of a group share one scale. If codes are not symmetric, they also share one zero point. A group is the
-whole tensor, or the elements whose indices differ only in the dimensions `dim`, or a block of up to `block_size`
-neighbours along the last dimension.
+return the same bits. `amp_kernels.quantize_int8` explains the groups of elements that share a scale.
 
 Random numbers come from Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
 """
@@ -34,8 +30,7 @@ def quantize_int8(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Quantize a tensor in plain torch: the specification of `amp_kernels.quantize_int8`.
 
-    It takes the arguments of `amp_kernels.quantize_int8`. Codes are rounded to nearest even, or stochastically if a
-    `seed` is given.
+    It takes the arguments of `amp_kernels.quantize_int8`. Rounding is stochastic if a `seed` is given.
 
     Returns:
         The tuple `(values, scale, zero_point)`; `zero_point` is None for symmetric codes.
@@ -111,14 +106,12 @@ def straight_through_int8(
 ) -> Tensor:
     """Return the gradient of `fake_quantize_int8` for given scales.
 
-    It is `grad` where the code was not clamped, and 0 elsewhere (Bengio et al. 2013).
+    It is `grad` where the code was not clamped, and 0 elsewhere (Bengio et al. 2013). The other arguments are those of
+    `amp_kernels.reference.dequantize_int8`.
 
     Args:
         grad: Gradient of the result, in the shape of `x`.
         x: The tensor that was quantized.
-        scale: The fp32 scales of its codes.
-        zero_point: The int32 zero points of its codes, or None for symmetric codes.
-        block_size: Length of a group along the last dimension, or None.
 
     Returns:
         The gradient of `x`, in the dtype of `grad`.
@@ -280,7 +273,8 @@ def _affine(
         magnitude, low, high = (t.squeeze(-1) for t in (magnitude, low, high))
     # The divisors are tensors. If they were Python numbers, torch would multiply a CUDA tensor by their reciprocals,
     # and the results would be rounded differently.
-    scale = magnitude / _like(magnitude, 127) if symmetric else high / _like(high, 255) - low / _like(low, 255)
+    n127, n255 = torch.full_like(magnitude, 127), torch.full_like(magnitude, 255)
+    scale = magnitude / n127 if symmetric else high / n255 - low / n255
     inverse = 1 / scale
     is_finite, usable = magnitude.isfinite(), inverse.isfinite()
     scale = torch.where(is_finite, torch.where(usable, scale, 1.0), torch.nan)
@@ -289,10 +283,6 @@ def _affine(
         return scale, None, inverse
     zero_point = torch.round(-128 - low * inverse).clamp(-128, 127)
     return scale, torch.where(inverse == 0, 0, zero_point).to(torch.int32), inverse
-
-
-def _like(tensor: Tensor, value: float) -> Tensor:
-    return torch.full_like(tensor, value)
 
 
 def _blocks(x: Tensor, block_size: int | None) -> Tensor:

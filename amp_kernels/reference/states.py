@@ -102,9 +102,7 @@ def decode(codes: Tensor, scale: Tensor, code: Code) -> Tensor:
 def to_bf16(x: Tensor, bits: Tensor) -> Tensor:
     """Round fp32 numbers to bf16 at random: up in proportion to the distance from the number below.
 
-    Args:
-        x: fp32.
-        bits: int64, random numbers from 0 to 65535.
+    `bits` are random numbers from 0 to 65535.
     """
     rounded = ((x.view(torch.int32) + bits) >> 16).to(torch.int16).view(torch.bfloat16)
     return torch.where(x.isnan(), torch.nan, rounded)
