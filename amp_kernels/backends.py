@@ -10,7 +10,6 @@ import contextlib
 import contextvars
 import functools
 import importlib
-import itertools
 import os
 import warnings
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _loader, torch_private
-from .ops.library import DEFINITIONS, Kernels, triton_kernels
+from .ops.library import DEFINITIONS, Kernels, tensors_of, triton_kernels
 
 # For each device type, the backends to try without `use_backend`. The first one that can run is taken.
 PREFERENCE = {"cuda": ("cuda", "triton"), "cpu": ("cpu",)}
@@ -105,8 +104,7 @@ class _Interceptor(TorchDispatchMode):
         # calls their own `__torch_dispatch__`.
         if definition is None or types:
             return func(*args, **kwargs)
-        arguments = itertools.chain.from_iterable(a if isinstance(a, (list, tuple)) else (a,) for a in args)
-        device = next((a.device for a in arguments if isinstance(a, torch.Tensor)), None)
+        device = next((tensor.device for tensor in tensors_of(args)), None)
         if device is not None:
             refuse(self.backend, device)
         if self.backend == "triton" and definition.launch is not None:
@@ -136,7 +134,7 @@ def _why_nowhere(backend: str) -> str | None:
     cpu, current = torch.device("cpu"), torch.device("cuda")
     # Other GPUs come last, because a test creates a context on the tested GPU, which takes hundreds of MB.
     others = (torch.device("cuda", i) for i in range(torch.cuda.device_count()))
-    if any(_reason(backend, device) is None for device in itertools.chain([cpu, current], others)):
+    if any(_reason(backend, device) is None for device in (cpu, current, *others)):
         return None
     return _reason(backend, cpu if backend == "cpu" else current)
 

@@ -272,7 +272,7 @@ def fake_quantize_int8(
     The result differs from `quantize_int8(x, ...).dequantize(x.dtype)` in one case. If `scale` is given,
     `quantize_int8` gives NaN the same code as 0, but here NaN stays NaN.
 
-    The other arguments are those of `amp_kernels.quantize_int8`, and so are the errors.
+    The errors and the other arguments are those of `amp_kernels.quantize_int8`.
 
     Args:
         x: fp16, bf16 or fp32, of any shape and strides.
@@ -316,13 +316,10 @@ def int8_matmul(
     `sum * (a.scale * b.scale) + bias` is computed in fp32, and each of its operations rounds once (Jacob et al. 2018).
     Not differentiable.
 
-    On a GPU a CUDA C++ kernel multiplies, with one exception. A Triton kernel multiplies if the compute capability is
-    9.0, Triton is installed, `M * N * K` is above `2**34`, and both `M` and `N` are above 16. The results of the two
-    kernels have the same bits.
-
-    If `M * N * K` is smaller and there are 64 rows or more, the Triton kernel takes less time than the CUDA C++ kernel
-    on a GPU of compute capability 9.0, but more time on the host. A CUDA graph saves the time on the host. So
-    `use_backend("triton")` makes these smaller products faster inside a graph.
+    On a GPU a CUDA C++ kernel multiplies, with one exception. A Triton kernel, which returns the same bits, multiplies
+    if the compute capability is 9.0, Triton is installed, `M * N * K` is above `2**34`, and both `M` and `N` are above
+    16. On such a GPU it also takes less time for smaller products of 64 rows or more, but more time on the host. So
+    `use_backend("triton")` makes these products faster inside a CUDA graph, which saves the time on the host.
 
     The CUDA C++ kernel reads an operand in place if `K` is a multiple of 16, and if the rows of `a` (or the columns of
     `b`) are contiguous and begin at multiples of 16 bytes. Otherwise the operand is copied first.
@@ -350,8 +347,7 @@ def int8_matmul(
         >>> amp_kernels.int8_matmul(a, b)
         tensor([[381.]])
     """
-    for name, operand in (("a", a), ("b", b)):
-        _check_is_not_in_blocks("int8_matmul", name, operand)
+    _check_operands("int8_matmul", a=a, b=b)
     return call(
         ops.int8_matmul, a.values, b.values, a.scale, a.zero_point, b.scale, b.zero_point, bias, out_dtype, out_scale,
         out_zero_point,
@@ -381,7 +377,7 @@ def int8_conv2d(
     stands for 0, which is the zero point, or 0 for symmetric codes. A zero point that is not from -128 to 127 is
     clamped to this range first. The rows are not stored. Not differentiable.
 
-    The other arguments are those of `amp_kernels.int8_matmul`.
+    The other errors and the other arguments are those of `amp_kernels.int8_matmul`.
 
     Args:
         x: `[B, H, W, C]`, with one scale or one per image (`dim=(1, 2, 3)`). If the codes are not row-major, they are
@@ -397,10 +393,8 @@ def int8_conv2d(
             output sizes are those of `torch.nn.Conv2d`.
 
     Raises:
-        TypeError: A dtype does not fit, or an operand is not an `Int8Tensor`.
-        ValueError: A shape does not fit, an operand is quantized in blocks, the weight has a zero point, the kernel is
-            larger than the padded image, or `x` has 2^32 pixels or more. Or the weight has more than 131071 elements
-            for each output channel. Beyond that, int32 sums could overflow.
+        ValueError: The weight has a zero point, the kernel is larger than the padded image, or `x` has 2^32 pixels or
+            more. Or the weight has more than 131071 elements for each output channel, whose sum could overflow.
 
     Examples:
         >>> image = torch.tensor([[1.0, 2.0, 127.0]]).view(1, 1, 3, 1)
@@ -409,8 +403,7 @@ def int8_conv2d(
         >>> amp_kernels.int8_conv2d(x, weight, padding=(0, 1)).flatten()
         tensor([  3., 130., 129.])
     """
-    for name, operand in (("x", x), ("weight", weight)):
-        _check_is_not_in_blocks("int8_conv2d", name, operand)
+    _check_operands("int8_conv2d", x=x, weight=weight)
     if weight.zero_point is not None:
         raise ValueError("int8_conv2d: weight must be symmetric, got a zero point; quantize it with symmetric=True")
     return call(
@@ -447,10 +440,11 @@ def _check_is_quantized(op: str, name: str, q: object) -> None:
         raise TypeError(f"{op}: {name} must be an Int8Tensor, got {type(q).__name__}; quantize it first")
 
 
-def _check_is_not_in_blocks(op: str, name: str, q: Int8Tensor) -> None:
-    _check_is_quantized(op, name, q)
-    if q.block_size is not None:
-        raise ValueError(f"{op}: {name} must not be quantized in blocks, got block_size {q.block_size}")
+def _check_operands(op: str, **operands: Int8Tensor) -> None:
+    for name, q in operands.items():
+        _check_is_quantized(op, name, q)
+        if q.block_size is not None:
+            raise ValueError(f"{op}: {name} must not be quantized in blocks, got block_size {q.block_size}")
 
 
 def _signed(seed: int) -> int:

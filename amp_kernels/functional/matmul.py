@@ -184,9 +184,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Ac
         `[..., out_features]` in the dtype of `x`. On a GPU it may be a view of a wider tensor.
 
     Raises:
-        TypeError: Dtypes do not fit, or an operand is float8.
-        ValueError: Shapes or devices do not fit, or `activation` is not one of these.
-        RuntimeError: The call was left to torch, and torch raised an error. The message ends with that error.
+        ValueError: `activation` is not one of these. All other errors are as in `matmul`.
 
     Examples:
         >>> x, weight = torch.ones(2, 3, dtype=torch.bfloat16), -torch.ones(5, 3, dtype=torch.bfloat16)
@@ -201,7 +199,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Ac
     x, weight, bias = autocast(kind, x, weight, bias)
     engine = engine_of("linear", x.dtype, kind)
     if engine == TORCH or _is_special(kind, x, weight):
-        return _by_torch("linear", lambda *operands: activate(F.linear(*operands), activation), x, weight, bias)
+        function = F.linear if activation is None else lambda *operands: activate(F.linear(*operands), activation)
+        return _by_torch("linear", function, x, weight, bias)
     check_serves(engine, kind)
     _check_linear(x, weight, bias)
     rows = x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
@@ -291,19 +290,19 @@ def check_serves(engine: str, kind: str) -> None:
 def copies_of(engine: str, a: Tensor, b: Tensor) -> Copies:
     """Return the sizes of the padded copies that replace `a` and `b`; None for an operand that is not copied.
 
-    Copies for torch's product may be larger than the operands (`library_sizes`). Copies for this package's
-    kernels have the sizes of the operands, because these kernels are fast with any size if rows begin at multiples of
-    16 bytes.
+    Copies for torch's product may be larger than the operands, so that cuBLAS is fast (`MULTIPLE`). Copies for this
+    package's kernels have the sizes of the operands, because these kernels are fast with any size if rows begin at
+    multiples of 16 bytes.
     """
     if engine not in ON_TENSOR_CORES or a.shape[-2] <= FEW_ROWS:
         return NO_COPIES
-    if engine == "cuda":
-        left, right = (a.shape[-2], a.shape[-1]), (b.shape[-2], b.shape[-1])
-    elif engine == LIBRARY and a.numel() * b.shape[-1] <= MIN_WORK:
+    (m, k), n = a.shape[-2:], b.shape[-1]
+    if engine == LIBRARY and a.numel() * n <= MIN_WORK:
         return NO_COPIES
-    else:
-        left, right = library_sizes(a, b)
-    return _size_of_copy(a, left), _size_of_copy(b, right)
+    if engine != "cuda":
+        m = ops.round_up(m, MULTIPLE) if is_column_major(a) else m
+        k, n = ops.round_up(k, MULTIPLE), ops.round_up(n, MULTIPLE)
+    return _size_of_copy(a, (m, k)), _size_of_copy(b, (k, n))
 
 
 def _size_of_copy(x: Tensor, size: Size) -> Size | None:
@@ -391,13 +390,6 @@ def padded(x: Tensor, size: Size) -> Tensor:
         pitch = ops.round_up(columns, ops.ALIGNMENT // x.element_size())
         copy = F.pad(x, (0, pitch - x.shape[-1], 0, rows - x.shape[-2])).contiguous()
     return copy.narrow(-1, 0, columns)
-
-
-def library_sizes(a: Tensor, b: Tensor) -> tuple[Size, Size]:
-    """Return the sizes to which `a` and `b` have to be padded, so that cuBLAS computes ``a @ b`` fast."""
-    (m, k), n = a.shape[-2:], b.shape[-1]
-    inner = ops.round_up(k, MULTIPLE)
-    return (ops.round_up(m, MULTIPLE) if is_column_major(a) else m, inner), (inner, ops.round_up(n, MULTIPLE))
 
 
 # ---------------------------------------------------------------------------------------------------------- arguments
@@ -499,7 +491,7 @@ def _by_torch(
     """Call a function of torch. If it raises an error, raise it with a message that describes the operands first."""
     try:
         out: Tensor = function(*operands, **factors)
-        return out if dtype in (None, out.dtype) else out.to(dtype)
+        return out if dtype is None or out.dtype is dtype else out.to(dtype)
     except _REFUSALS as error:
         # Subclasses of these errors have other causes: memory ran out, or a GPU reports that an earlier kernel failed.
         if type(error) not in _REFUSALS:

@@ -1,7 +1,4 @@
-"""Unscaling, the check for NaN and inf, the norm and clipping, for lists of gradients.
-
-Lists may mix fp16, bf16 and fp32, span devices, and hold empty tensors and views of any strides.
-"""
+"""Unscaling, the check for NaN and inf, the norm and clipping, for lists of gradients."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ def unscale_(grads: Sequence[Tensor], *, inv_scale: Tensor, found_inf: Tensor) -
     the opposite order.
 
     Args:
-        grads: fp16, bf16 or fp32 tensors of any strides, on any devices.
+        grads: fp16, bf16 or fp32 tensors of any sizes and strides, on any devices.
         inv_scale: One fp32 element.
         found_inf: One fp32 element. It becomes 1.0 if a gradient holds NaN or inf before the product. It is never set
             to 0.
@@ -56,20 +53,17 @@ def grad_norm(grads: Sequence[Tensor], *, inv_scale: Tensor | None = None, found
 
     The result is `sqrt(sum((inv_scale * grad)^2))`. Squares are summed in fp32, a few at a time. The fp32 sums are then
     summed in fp64. Elements whose fp32 sum may have overflowed or lost small squares are squared and summed a second
-    time, in fp64 or scaled by a power of 2, so that every finite element counts. Not differentiable.
+    time, in fp64 or scaled by a power of 2, so that every finite element counts. Not differentiable. The errors are
+    those of `unscale_`, but a gradient may be expanded.
 
     Args:
-        grads: fp16, bf16 or fp32 tensors of any strides, on any devices. They are not changed.
+        grads: fp16, bf16 or fp32 tensors of any sizes and strides, on any devices. They are not changed.
         inv_scale: One fp32 element; None for 1.
         found_inf: One fp32 element, or None. It becomes 1.0 if a gradient holds NaN or inf. It is never set to 0.
 
     Returns:
         A 0-dim fp32 tensor on the device of the first gradient. It is inf or NaN if a gradient holds inf or NaN, and 0
             for an empty list.
-
-    Raises:
-        TypeError: A gradient has another dtype or is not a tensor.
-        ValueError: A gradient is sparse, or a scalar is not one fp32 element.
 
     Examples:
         >>> amp_kernels.grad_norm([torch.tensor([3.0]), torch.tensor([4.0], dtype=torch.float16)])
@@ -114,9 +108,9 @@ def clip_grad_norm_(
     Gradients are multiplied by `min(1, max_norm / (norm + 1e-6))` (Pascanu et al. 2013). The optimizers of
     `amp_kernels.optim` have the option `max_grad_norm`, which clips inside the update and writes no gradient.
 
+    The other arguments are those of `torch.nn.utils.clip_grad_norm_`.
+
     Args:
-        parameters: One tensor, or an iterable of tensors. Tensors without a gradient are ignored.
-        max_norm: The norm to clip to.
         norm_type: Type of the norm. `torch.nn.utils.clip_grad_norm_` is called instead of the two passes if this is not
             2, or if a gradient is sparse, of a tensor subclass, or of another dtype than fp16, bf16 and fp32.
         error_if_nonfinite: Raise an error if the norm is NaN or inf. This waits for the device.
@@ -166,10 +160,15 @@ def _on_each_device(op: Any, grads: list[Tensor], inv_scale: Tensor | None, foun
     try:
         return [_on_device(op, grads[0].device, grads, inv_scale, found_inf)]
     except (RuntimeError, TypeError, ValueError):  # several devices, or a bad argument, for which `call` raises below
-        groups: dict[torch.device, list[Tensor]] = {}
-        for grad in grads:
-            groups.setdefault(grad.device, []).append(grad)
-    return [_on_device(partial(call, op), device, group, inv_scale, found_inf) for device, group in groups.items()]
+        groups = _by_device(grads).items()
+    return [_on_device(partial(call, op), device, group, inv_scale, found_inf) for device, group in groups]
+
+
+def _by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[Tensor]]:
+    groups: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.device, []).append(tensor)
+    return groups
 
 
 def _on_device(

@@ -1,8 +1,4 @@
-"""`sgd_`, `rmsprop_` and `adam_`, which update lists of parameters.
-
-Lists may mix fp16, bf16 and fp32 and hold empty tensors and views of any strides. The tensors of one update are on one
-device. Nothing here waits for the device.
-"""
+"""`sgd_`, `rmsprop_` and `adam_`, which update lists of parameters."""
 
 from __future__ import annotations
 
@@ -122,7 +118,7 @@ def rmsprop_(
 
     If rounding makes `v - a^2` negative, it counts as 0. torch returns NaN there.
 
-    The other arguments are those of `amp_kernels.sgd_`, and so are the errors.
+    The errors and the other arguments are those of `amp_kernels.sgd_`.
 
     Args:
         square_avgs: `v`, one fp32 tensor per parameter, updated in place. Pass zeros for the first step.
@@ -179,7 +175,7 @@ def adam_(
     p <- p - lr / (1 - beta1^t) * m / (sqrt(u / (1 - beta2^t)) + eps)
     ```
 
-    The other arguments are those of `amp_kernels.sgd_` and `amp_kernels.rmsprop_`.
+    The errors and the other arguments are those of `amp_kernels.sgd_` and `amp_kernels.rmsprop_`.
 
     Args:
         exp_avgs: `m`, one fp32 tensor per parameter, updated in place. Pass zeros for the first step.
@@ -190,9 +186,7 @@ def adam_(
         steps_taken: Number of steps before this one, from 0 to 2^31 - 2. Do not count skipped steps.
 
     Raises:
-        TypeError: A dtype does not fit. Nothing was modified.
-        ValueError: A length, shape or device does not fit, `betas` are not two numbers, or `steps_taken` is not an int
-            in its range. Nothing was modified.
+        ValueError: `betas` are not two numbers, or `steps_taken` is not an int in its range. Nothing was modified.
 
     Examples:
         >>> param, exp_avg, exp_avg_sq = torch.tensor([1.0]), torch.zeros(1), torch.zeros(1)

@@ -1,7 +1,4 @@
-"""Argument checks of the operators. They raise an error with a full message before anything is modified.
-
-The fakes, which replace the operators while a graph is traced (`library.operator`), run the same checks.
-"""
+"""Argument checks of the operators. They raise an error with a full message before anything is modified."""
 
 from __future__ import annotations
 

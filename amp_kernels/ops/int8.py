@@ -22,6 +22,7 @@ from .checks import check_are_tensors, check_dtype, check_scalar, check_values
 from .library import LIBRARY, Arguments, Kernels, define
 from .table import DTYPE_CODES, is_dense
 
+Dims = Sequence[int] | None
 MAX_K = 131071  # a sum of so many products of codes fits int32; each is at most 128^2, and 131072 * 128^2 is 2^31
 
 
@@ -44,9 +45,7 @@ class Groups(NamedTuple):
         return tuple(sizes) if self.block is None else (*sizes[:-1], -(-self.shape[-1] // self.block))
 
 
-def groups_of(
-    x: Tensor, scale: Tensor | None, dim: Sequence[int] | None = None, block_size: int | None = None
-) -> Groups:
+def groups_of(x: Tensor, scale: Tensor | None, dim: Dims = None, block_size: int | None = None) -> Groups:
     """Return the groups of `x`.
 
     If there is a `block_size`, they are blocks. If not, but there is a `scale`, the dimensions in which the scale has
@@ -121,8 +120,9 @@ class Plan(NamedTuple):
     layout: tuple[int, int, int, int] | None
 
     @classmethod
-    def of(cls, x: Tensor, groups: Groups, *, is_numbered: bool = False) -> Plan:
+    def of(cls, x: Tensor, scale: Tensor | None, dim: Dims, block_size: int | None, is_numbered: bool = False) -> Plan:
         """Return the plan for `x`. If `is_numbered`, kernels number elements in row-major order, for random bits."""
+        groups = groups_of(x, scale, dim, block_size)
         row_major = dense_strides(groups.shape, range(x.dim()))
         out = dense_strides(groups.shape, storage_order(x.stride())) if is_dense(x) else row_major
         walk = row_major if is_numbered else out
@@ -135,6 +135,10 @@ class Plan(NamedTuple):
         shape = groups.scale_shape
         return cls(out, walk, shape, dense_strides(shape, storage_order(walk)), layout)
 
+    def in_order(self, *sides: Tensor | None) -> list[Tensor | None]:
+        """Return scales or zero points in the order in which kernels number the groups. One alone needs no order."""
+        return [side if side is None or side.numel() == 1 else _with_strides(side, self.scale) for side in sides]
+
 
 # ----------------------------------------------------------------------------------------- what several operators share
 def _with_strides(x: Tensor, strides: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
@@ -143,11 +147,6 @@ def _with_strides(x: Tensor, strides: Sequence[int], dtype: torch.dtype | None =
     if have and dtype in (None, x.dtype):
         return x
     return torch.empty_strided(x.shape, strides, dtype=dtype or x.dtype, device=x.device).copy_(x)
-
-
-def _in_order(side: Tensor | None, strides: Sequence[int]) -> Tensor | None:
-    """Return scales or zero points in the order in which kernels number the groups. A single one needs no order."""
-    return side if side is None or side.numel() == 1 else _with_strides(side, strides)
 
 
 def _contiguous(tensor: Tensor | None) -> Tensor | None:
@@ -235,8 +234,6 @@ class _FakeQuantize(Arguments):
     dim: Sequence[int] | None
     block_size: int | None
     symmetric: bool
-
-    name: ClassVar[str] = "fake_quantize_int8"
     seed: ClassVar[int | None] = None
 
     @property
@@ -245,8 +242,7 @@ class _FakeQuantize(Arguments):
 
     @property
     def plan(self) -> Plan:
-        groups = groups_of(self.x, self.scale, self.dim, self.block_size)
-        return Plan.of(self.x, groups, is_numbered=self.seed is not None)
+        return Plan.of(self.x, self.scale, self.dim, self.block_size, self.seed is not None)
 
     def check(self) -> None:
         op, x, dim, block_size = self.name, self.x, self.dim, self.block_size
@@ -274,12 +270,10 @@ class _FakeQuantize(Arguments):
 
     def new_sides(self, plan: Plan) -> tuple[Tensor, Tensor]:
         """Return memory for a scale and a zero point. A tensor that is not computed has no elements."""
-
-        def new(is_computed: bool, dtype: torch.dtype) -> Tensor:
-            shape, strides = (plan.scale_shape, plan.scale) if is_computed else ((0,), (1,))
-            return self.x.new_empty_strided(shape, strides, dtype=dtype)
-
-        return new(self.scale is None, torch.float32), new(self.scale is None and not self.symmetric, torch.int32)
+        full, none = (plan.scale_shape, plan.scale), ((0,), (1,))
+        has_zero_point = self.scale is None and not self.symmetric
+        scale = self.x.new_empty_strided(*(full if self.scale is None else none), dtype=torch.float32)
+        return scale, self.x.new_empty_strided(*(full if has_zero_point else none), dtype=torch.int32)
 
     def launch(self, kernels: Kernels) -> Quantized:
         x, plan, scale, zero_point = self.x, self.plan, self.scale, self.zero_point
@@ -301,7 +295,7 @@ class _FakeQuantize(Arguments):
             scale, zero_point = own[0], None if self.symmetric else own[1]
         out = torch.empty_strided(x.shape, plan.walk, dtype=self.dtype, device=x.device)
         if x.numel() > 0:
-            sides = (_in_order(side, plan.scale) for side in (scale, zero_point))
+            sides = plan.in_order(scale, zero_point)
             x, is_random = _with_strides(x, plan.walk), self.seed is not None
             kernels._quantize_int8_(x, out, *sides, plan.layout, self.scale is not None, is_random, self.seed or 0)
         else:  # a group without elements gets the same scale as a group of zeros
@@ -316,8 +310,6 @@ class _Quantize(_FakeQuantize):
 
     seed: int | None  # type: ignore[misc]
 
-    name: ClassVar[str] = "quantize_int8"
-
     @property
     def dtype(self) -> torch.dtype:
         return torch.int8
@@ -331,12 +323,6 @@ class _Dequantize(Arguments):
     block_size: int | None
     dtype: torch.dtype
 
-    name: ClassVar[str] = "dequantize_int8"
-
-    @property
-    def plan(self) -> Plan:
-        return Plan.of(self.values, groups_of(self.values, self.scale, None, self.block_size))
-
     def check(self) -> None:
         op, values = self.name, self.values
         check_are_tensors(op, **{"q.values": values, "q.scale": self.scale})
@@ -346,13 +332,14 @@ class _Dequantize(Arguments):
         check_dtype(op, "dtype", self.dtype)
 
     def fake(self) -> Tensor:
-        return self.values.new_empty_strided(self.values.shape, self.plan.out, dtype=self.dtype)
+        strides = Plan.of(self.values, self.scale, None, self.block_size).out
+        return self.values.new_empty_strided(self.values.shape, strides, dtype=self.dtype)
 
     def launch(self, kernels: Kernels) -> Tensor:
-        values, plan = self.values, self.plan
+        values, plan = self.values, Plan.of(self.values, self.scale, None, self.block_size)
         out = torch.empty_strided(values.shape, plan.walk, dtype=self.dtype, device=values.device)
         if values.numel() > 0:
-            sides = (_in_order(side, plan.scale) for side in (self.scale, self.zero_point))
+            sides = plan.in_order(self.scale, self.zero_point)
             kernels._dequantize_int8_(_with_strides(values, plan.walk), *sides, out, plan.layout)
         return _with_strides(out, plan.out)
 
@@ -364,12 +351,6 @@ class _StraightThrough(Arguments):
     scale: Tensor
     zero_point: Tensor | None
     block_size: int | None
-
-    name: ClassVar[str] = "straight_through_int8"
-
-    @property
-    def plan(self) -> Plan:
-        return Plan.of(self.x, groups_of(self.x, self.scale, None, self.block_size))
 
     def check(self) -> None:
         op, grad, x = self.name, self.grad, self.x
@@ -384,13 +365,13 @@ class _StraightThrough(Arguments):
         _check_scale(op, "x", x, self.scale, self.zero_point, self.block_size)
 
     def fake(self) -> Tensor:
-        return self.x.new_empty_strided(self.x.shape, self.plan.out)
+        return self.x.new_empty_strided(self.x.shape, Plan.of(self.x, self.scale, None, self.block_size).out)
 
     def launch(self, kernels: Kernels) -> Tensor:
-        x, plan = self.x, self.plan
+        x, plan = self.x, Plan.of(self.x, self.scale, None, self.block_size)
         out = torch.empty_strided(x.shape, plan.walk, dtype=x.dtype, device=x.device)
         if x.numel() > 0:
-            sides = (_in_order(side, plan.scale) for side in (self.scale, self.zero_point))
+            sides = plan.in_order(self.scale, self.zero_point)
             grad = _with_strides(self.grad, plan.walk, x.dtype)
             kernels._straight_through_int8_(grad, _with_strides(x, plan.walk), *sides, out, plan.layout)
         return _with_strides(out, plan.out)
@@ -409,8 +390,6 @@ class _Matmul(Arguments):
     out_dtype: torch.dtype
     out_scale: Tensor | None
     out_zero_point: Tensor | None
-
-    name: ClassVar[str] = "int8_matmul"
 
     def check(self) -> None:
         op, a, b = self.name, self.a, self.b
@@ -432,11 +411,7 @@ class _Matmul(Arguments):
         _check_result(op, "a", a, b.shape[1], self)
 
     def check_side(self, name: str, codes: Tensor, scale: Tensor, zero_point: Tensor | None, inner: int) -> None:
-        """Raise if the scales and zero points of an operand do not fit.
-
-        `inner` is the dimension over which the product sums. There must be one scale for the whole operand, or one for
-        each index of the other dimension.
-        """
+        """Raise unless there is one scale, or one per row of `a` or column of `b`. Dimension `inner` is summed over."""
         op = self.name
         _check_parameter(op, f"{name}.scale", scale, torch.float32, name, codes)
         if scale.numel() > 1 and (scale.dim() != 2 or scale.shape[inner] != 1):
@@ -479,8 +454,6 @@ class _Conv2d(Arguments):
     out_dtype: torch.dtype
     out_scale: Tensor | None
     out_zero_point: Tensor | None
-
-    name: ClassVar[str] = "int8_conv2d"
 
     @property
     def out_pixels(self) -> list[int]:  # height and width
@@ -587,8 +560,6 @@ class _Linear(Arguments):
     scale: Tensor
     bias: Tensor | None
 
-    name: ClassVar[str] = "int8_linear"
-
     def check(self) -> None:
         op, x, weight, scale = self.name, self.x, self.weight, self.scale
         check_values(op, "x", x, DTYPE_CODES)
@@ -615,20 +586,18 @@ class _Linear(Arguments):
 
 
 # ------------------------------------------------------------------------------------------------------ the operators
-quantize_int8 = define(_Quantize, "(Tensor, Tensor, Tensor)")
-fake_quantize_int8 = define(_FakeQuantize, "(Tensor, Tensor, Tensor)", is_differentiable=True)
-dequantize_int8 = define(_Dequantize)
-straight_through_int8 = define(_StraightThrough)
-int8_matmul = define(_Matmul, delegates=True)
-int8_conv2d = define(_Conv2d, delegates=True)
-int8_linear = define(_Linear, delegates=True)
+quantize_int8 = define("quantize_int8", _Quantize, "(Tensor, Tensor, Tensor)")
+fake_quantize_int8 = define("fake_quantize_int8", _FakeQuantize, "(Tensor, Tensor, Tensor)", is_differentiable=True)
+dequantize_int8 = define("dequantize_int8", _Dequantize)
+straight_through_int8 = define("straight_through_int8", _StraightThrough)
+int8_matmul = define("int8_matmul", _Matmul, delegates=True)
+int8_conv2d = define("int8_conv2d", _Conv2d, delegates=True)
+int8_linear = define("int8_linear", _Linear, delegates=True)
 
 
 def _prefers_triton(gpu: int) -> bool:
-    """Return whether large int8 products and convolutions on this GPU are Triton's. C++ calls this once for each GPU.
-
-    It is True only for compute capability 9.0, the only one on which Triton was measured.
-    """
+    """Return whether large int8 products on this GPU are Triton's. C++ calls this once for each GPU."""
+    # Triton was measured on compute capability 9.0 only.
     reasons = importlib.import_module("amp_kernels.backends").backend_reasons(f"cuda:{gpu}")
     return reasons["triton"] is None and torch.cuda.get_device_capability(gpu) == (9, 0)
 
@@ -643,8 +612,8 @@ def straight_through(
 ) -> Tensor:
     """Return the gradient of `fake_quantize_int8` as a result of `torch.where`, which can be differentiated again.
 
-    The operator `straight_through_int8` has no gradient. If its result were returned, the derivative of this result
-    would silently be 0. So here the operator computes only where the gradient passes through.
+    The operator `straight_through_int8` has no gradient: the derivative of its result would silently be 0. So here it
+    computes only where the gradient passes through.
     """
     x = x.detach()
     inside = straight_through_int8(torch.ones_like(x), x, scale, zero_point, block_size) != 0

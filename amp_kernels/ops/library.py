@@ -1,17 +1,8 @@
 """How an operator is defined: one schema, and a kernel for each dispatch key.
 
-=========================  ===========================================================================================
-dispatch key               kernel
-=========================  ===========================================================================================
-CPU, CUDA                  C++, registered by ``amp_kernels._C`` (csrc/ops)
-CUDA                       Triton, only if there are no CUDA kernels in ``_C``, and if Triton has a kernel
-CompositeExplicitAutograd  the reference, for every device that has none of the kernels above
-Autograd                   no kernel, so that the call falls through to the next key; a differentiable operator
-                           registers its own autograd instead
-=========================  ===========================================================================================
-
-torch's dispatcher chooses the kernel. A kernel for a device has precedence over the reference, in whatever order they
-are registered. `amp_kernels.use_backend` intercepts a call before the dispatcher chooses.
+docs/internals/walks.md says which kernel serves which tensors. The reference has the key CompositeExplicitAutograd. A
+kernel for a device has precedence over it, in whatever order they are registered. On the key Autograd a call falls
+through to the next key. A differentiable operator registers its own autograd instead.
 
 ``_C`` may have CUDA kernels, but no code for the GPU of a call. The CUDA kernel in ``_C`` then calls the operator
 ``_uncompiled_<name>``, which runs Triton if it is installed and has a kernel, else the reference. This is decided for
@@ -29,7 +20,7 @@ import functools
 import importlib
 import importlib.util
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -136,7 +127,7 @@ class Arguments:
     Its methods are the functions that `operator` takes. If there is no Triton kernel, it has no `launch`.
     """
 
-    name: ClassVar[str]  # of the operator, and of its specification in `amp_kernels.reference`
+    name: ClassVar[str]  # of the operator, and of its specification in `amp_kernels.reference`; `define` sets it
     check: Callable[[], None]
     fake: Callable[[], Any]
 
@@ -154,13 +145,14 @@ class Arguments:
         return results
 
 
-def define(arguments: Any, returns: str = "Tensor", **options: bool) -> Any:
+def define(name: str, arguments: Any, returns: str = "Tensor", **options: bool) -> Any:
     """Define an operator that mutates nothing by its class of `Arguments`. `options` are those of `operator`."""
+    arguments.name = name
     types = {"Sequence[int]": "int[]", "torch.dtype": "ScalarType"}
     fields = [(field.name, *field.type.partition(" | ")) for field in dataclasses.fields(arguments)]
-    columns = (f"{types.get(kind, kind)}{'?' if none else ''} {name}" for name, kind, _, none in fields)
+    columns = (f"{types.get(kind, kind)}{'?' if none else ''} {field}" for field, kind, _, none in fields)
     return operator(
-        f"{arguments.name}({', '.join(columns)}) -> {returns}",
+        f"{name}({', '.join(columns)}) -> {returns}",
         check=lambda *args: arguments(*args).check(),
         reference=lambda *args: arguments(*args).reference(),
         fake=lambda *args: arguments(*args).fake(),
@@ -243,7 +235,7 @@ def _reported(reference: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(reference)
     def run(*args: Any, **kwargs: Any) -> Any:
-        devices = [tensor.device for tensor in _tensors((*args, *kwargs.values()))]
+        devices = [tensor.device for tensor in tensors_of((*args, *kwargs.values()))]
         if devices:
             # If any tensor is on a GPU, the operator runs for that GPU: its CPU tensors are scalars.
             device = next((device for device in devices if device.type == "cuda"), devices[0])
@@ -253,6 +245,7 @@ def _reported(reference: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _tensors(arguments: tuple[Any, ...]) -> list[Tensor]:
-    lists = [argument if isinstance(argument, (list, tuple)) else [argument] for argument in arguments]
-    return [element for elements in lists for element in elements if isinstance(element, Tensor)]
+def tensors_of(arguments: tuple[Any, ...]) -> Iterator[Tensor]:
+    """Return the tensors among the arguments of an operator, and in lists among them."""
+    lists = (argument if isinstance(argument, (list, tuple)) else [argument] for argument in arguments)
+    return (element for elements in lists for element in elements if isinstance(element, Tensor))

@@ -1,15 +1,13 @@
 """Operators of the matmul family: products by this package's tensor-core kernels, and copies with padded rows.
 
-For CUDA tensors both operators have kernels in CUDA C++. `copy_pad` also has a Triton kernel. On other devices the
-reference computes them.
-`amp_kernels.matmul`, `addmm` and `linear` compute some products with these operators and others with torch. The choice
-is made in `amp_kernels/functional/matmul.py`.
+Both have kernels in CUDA C++, and `copy_pad` has a Triton kernel. On other devices the reference computes them.
+amp_kernels/functional/matmul.py chooses between these operators and torch.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -104,8 +102,6 @@ class _Matmul(Arguments):
     pads_rows: bool
     needs_pre: bool
 
-    name: ClassVar[str] = "matmul"
-
     @property
     def shape(self) -> tuple[int, ...]:
         return (*self.a.shape[:-1], self.b.shape[-1])
@@ -152,8 +148,6 @@ class _CopyPad(Arguments):
     needs_sums: bool
     rows: SymInt
 
-    name: ClassVar[str] = "copy_pad"
-
     def check(self) -> None:
         x, saved = self.x, self.saved
         check_activation("copy_pad", self.activation)
@@ -192,5 +186,5 @@ class _CopyPad(Arguments):
         return out, sums.zero_() if x.numel() == 0 else sums
 
 
-matmul = define(_Matmul, "(Tensor, Tensor)")
-copy_pad = define(_CopyPad, "(Tensor, Tensor)")
+matmul = define("matmul", _Matmul, "(Tensor, Tensor)")
+copy_pad = define("copy_pad", _CopyPad, "(Tensor, Tensor)")

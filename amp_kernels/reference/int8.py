@@ -95,8 +95,9 @@ def fake_quantize_int8(
         >>> amp_kernels.reference.fake_quantize_int8(torch.tensor([-127.0, 0.4]))[0]
         tensor([-127.,    0.])
     """
-    options = {"dim": dim, "block_size": block_size, "symmetric": symmetric}
-    values, scale, zero_point = quantize_int8(x, **options, scale=scale, zero_point=zero_point)  # type: ignore[arg-type]
+    values, scale, zero_point = quantize_int8(
+        x, dim=dim, block_size=block_size, symmetric=symmetric, scale=scale, zero_point=zero_point
+    )
     result = dequantize_int8(values, scale, zero_point, block_size=block_size, dtype=x.dtype)
     return torch.where(x.isnan(), x, result), scale, zero_point
 
@@ -188,7 +189,6 @@ def int8_conv2d(
 ) -> Tensor:
     """Convolve int8 codes in plain torch: the specification of `amp_kernels.int8_conv2d`.
 
-    Each output pixel is a row of `int8_matmul`: the codes of `x` under the kernel, times the codes of the weight.
     The other arguments are those of `amp_kernels.int8_conv2d`.
 
     Args:
@@ -261,8 +261,7 @@ def _affine(
     If the group has a NaN or inf, or if ``1 / scale`` is not finite, the inverse is set to 0, so that all codes are 0.
     """
     grouped = _blocks(x, block_size).float()
-    dims = tuple(dim or range(x.dim()))
-    dims = (-1,) if block_size is not None else dims
+    dims = tuple(dim or range(x.dim())) if block_size is None else (-1,)
     if x.numel() == 0:  # a group without elements gets the same scale as a group of zeros
         reduced = {d % grouped.dim() for d in dims}
         shape = [1 if d in reduced else n for d, n in enumerate(grouped.shape)]
