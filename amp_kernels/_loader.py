@@ -1,7 +1,4 @@
-"""The loader of the compiled kernels, amp_kernels._C, and of packages that a plain install does not bring.
-
-`load_error` says why the kernels cannot be loaded, and what to do.
-"""
+"""The loader of the compiled kernels, amp_kernels._C, and of packages that a plain install does not bring."""
 
 from __future__ import annotations
 

@@ -29,6 +29,7 @@ from .functional.matmul import (
     FEW_ROWS,
     IN_ONE_CALL,
     LIBRARY,
+    MULTIPLE,
     ON_TENSOR_CORES,
     TRITON,
     Activation,
@@ -37,12 +38,12 @@ from .functional.matmul import (
     check_serves,
     copies_of,
     engine_of,
+    is_column_major,
     is_slow,
 )
 from .nn.conversion import is_conv1d, kind_of, matrix, of_all_blocks
 from .nn.linear import Linear, converts
 from .ops.matmul import DTYPES, check_activation, round_up
-from .padding import MULTIPLE, is_column_major
 from .quantization import left_in_float
 from .report import CannotRun, table
 

@@ -1,11 +1,7 @@
 """The backends: which ones can run here, which one serves a tensor, and `use_backend`.
 
 A backend is an implementation of the operators. torch's dispatcher chooses one by the device of the tensors
-(`ops/library.py`).
-
-The plan of an optimizer's step (`optim/_plan.py`) does not call operators. It calls *kernel ops*, which the function
-`kernels` returns. A kernel op writes to addresses that it reads from a table (`ops/table.py`). Its schema does not show
-these writes, so it must not be traced.
+(`ops/library.py`). The plan of an optimizer's step calls no operators, but what `kernels` returns.
 """
 
 from __future__ import annotations
@@ -14,7 +10,6 @@ import contextlib
 import contextvars
 import functools
 import importlib
-import itertools
 import os
 import warnings
 from collections.abc import Iterator
@@ -25,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _loader, torch_private
-from .ops.library import DEFINITIONS, Kernels, triton_kernels
+from .ops.library import DEFINITIONS, Kernels, tensors_of, triton_kernels
 
 # For each device type, the backends to try without `use_backend`. The first one that can run is taken.
 PREFERENCE = {"cuda": ("cuda", "triton"), "cpu": ("cpu",)}
@@ -109,8 +104,7 @@ class _Interceptor(TorchDispatchMode):
         # calls their own `__torch_dispatch__`.
         if definition is None or types:
             return func(*args, **kwargs)
-        arguments = itertools.chain.from_iterable(a if isinstance(a, (list, tuple)) else (a,) for a in args)
-        device = next((a.device for a in arguments if isinstance(a, torch.Tensor)), None)
+        device = next((tensor.device for tensor in tensors_of(args)), None)
         if device is not None:
             refuse(self.backend, device)
         if self.backend == "triton" and definition.launch is not None:
@@ -137,15 +131,12 @@ def _reason(backend: str, device: torch.device) -> str | None:
 
 def _why_nowhere(backend: str) -> str | None:
     """Return why the backend cannot serve tensors of any device here, or None if it can serve some."""
+    cpu, current = torch.device("cpu"), torch.device("cuda")
     # Other GPUs come last, because a test creates a context on the tested GPU, which takes hundreds of MB.
-    current = torch.device("cuda")
     others = (torch.device("cuda", i) for i in range(torch.cuda.device_count()))
-    reasons = []
-    for device in itertools.chain([torch.device("cpu"), current], others):
-        reasons.append(_reason(backend, device))
-        if reasons[-1] is None:
-            return None
-    return reasons[0 if backend == "cpu" else 1]
+    if any(_reason(backend, device) is None for device in (cpu, current, *others)):
+        return None
+    return _reason(backend, cpu if backend == "cpu" else current)
 
 
 def _gpu(device: torch.device) -> int | None:
@@ -188,7 +179,7 @@ def automatic(device: torch.device) -> str:
 
 @functools.cache
 def kernels(backend: str) -> Kernels | None:
-    """Return the kernel ops of a backend. Return None for the reference, which reads lists of tensors and no table."""
+    """Return the kernels of a step plan. Return None for the reference, which reads lists of tensors and no table."""
     if backend == "reference":
         return None
     if backend == "triton":

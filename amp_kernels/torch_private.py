@@ -1,8 +1,4 @@
-"""All private interfaces of torch that this package uses.
-
-The docstrings and comments say what each interface is needed for. Most of them also say what happens with a version of
-torch that lacks the interface.
-"""
+"""All private interfaces of torch that this package uses: what for, and what happens in a torch that lacks one."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """Operators on tensors and on lists of tensors: updates, gradient passes, int8 and matrix products.
 
-If the compiled extension has kernels for the device of the tensors, these kernels run. If it has none, Triton kernels
-run for CUDA tensors, provided that Triton is installed. In all other cases plain torch runs (`amp_kernels.reference`).
-Matrix products are an exception: the docstrings of `matmul` and `int8_matmul` say which library or kernel multiplies.
-All names are public as names of `amp_kernels`.
+`amp_kernels.use_backend` says which kernels run. Matrix products are an exception: the docstrings of `matmul` and
+`int8_matmul` say which library or kernel multiplies. All names are public as names of `amp_kernels`.
 
 Only these calls wait for the device:
 
@@ -12,12 +10,10 @@ Only these calls wait for the device:
   if some of the tensors that they work on are on a GPU and others on the CPU.
 """
 
-from .adam import adam_
 from .int8 import Int8Tensor, dequantize_int8, fake_quantize_int8, int8_conv2d, int8_matmul, quantize_int8
 from .matmul import addmm, linear, matmul, pad_to_multiple
-from .rmsprop import rmsprop_
-from .sgd import sgd_
 from .unscale import clip_grad_norm_, grad_norm, unscale_
+from .update import adam_, rmsprop_, sgd_
 
 __all__ = [
     "Int8Tensor",

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import torch_private
 from ..ops import int8 as ops
-from ..ops.checks import check_are_tensors, check_are_tensors_or_none
+from ..ops.checks import check_are_tensors
 from ..ops.library import call
 
 
@@ -40,6 +40,8 @@ class Int8Tensor:
         >>> q = amp_kernels.quantize_int8(torch.tensor([[-127.0, 64.0], [0.5, 1.27]]), dim=-1)
         >>> q.values.tolist(), q.scale.shape, q.nbytes
         ([[-127, 64], [50, 127]], torch.Size([2, 1]), 12)
+        >>> q.t().dim, q.to("cpu").dequantize(torch.float16)[0]
+        ((0,), tensor([-127.,   64.], dtype=torch.float16))
     """
 
     values: Tensor
@@ -54,7 +56,8 @@ class Int8Tensor:
         # three to five objects of this class for one product.
         if not (type(values) is type(scale) is Tensor and (zero_point is None or type(zero_point) is Tensor)):
             check_are_tensors("Int8Tensor", values=values, scale=scale)
-            check_are_tensors_or_none("Int8Tensor", zero_point=zero_point)
+            if zero_point is not None:
+                check_are_tensors("Int8Tensor", zero_point=zero_point)
         if self.block_size is not None:
             ops.check_blocks("Int8Tensor", values, self.block_size)
         if self.dim is not None:
@@ -83,17 +86,10 @@ class Int8Tensor:
         return sum(t.nbytes for t in (self.values, self.scale, self.zero_point) if t is not None)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the numbers that the codes stand for; see `dequantize_int8`.
-
-        Args:
-            dtype: fp32, fp16 or bf16.
+        """Return the numbers that the codes stand for; this takes the arguments of `amp_kernels.dequantize_int8`.
 
         Returns:
             A tensor of this dtype, in the shape of `values`.
-
-        Examples:
-            >>> amp_kernels.quantize_int8(torch.tensor([-1.0, 1.0])).dequantize(torch.float16)
-            tensor([-1.,  1.], dtype=torch.float16)
         """
         return dequantize_int8(self, dtype)
 
@@ -108,10 +104,6 @@ class Int8Tensor:
 
         Raises:
             TypeError: `device` is not a device, for example a dtype.
-
-        Examples:
-            >>> amp_kernels.quantize_int8(torch.ones(2, 3)).to("cpu").shape
-            torch.Size([2, 3])
         """
         if not isinstance(device, (torch.device, str, int)):
             raise TypeError(f"Int8Tensor.to: device must be a device, got {device!r}; use dequantize(dtype) for floats")
@@ -140,21 +132,15 @@ class Int8Tensor:
 
         Raises:
             ValueError: The codes are not a matrix, or are quantized in blocks.
-
-        Examples:
-            >>> q = amp_kernels.quantize_int8(torch.ones(2, 3), dim=-1).t()
-            >>> q.shape, q.dim
-            (torch.Size([3, 2]), (0,))
         """
         if self.values.dim() != 2 or self.block_size is not None:
             raise ValueError(
                 f"Int8Tensor.t: values must have 2 dimensions and block_size must be None, got {self.values.dim()} "
                 f"dimensions and block_size {self.block_size}"
             )
-        scale = self.scale.t() if self.scale.dim() == 2 else self.scale
-        zero_point = (
-            self.zero_point.t() if self.zero_point is not None and self.zero_point.dim() == 2 else self.zero_point
-        )
+        scale, zero_point = self.scale, self.zero_point
+        scale = scale.t() if scale.dim() == 2 else scale
+        zero_point = zero_point.t() if zero_point is not None and zero_point.dim() == 2 else zero_point
         dim = None if self.dim is None else tuple(1 - d % 2 for d in self.dim)
         return Int8Tensor(self.values.t(), scale, zero_point, dim)
 
@@ -189,18 +175,16 @@ def quantize_int8(
     - A group that holds NaN or inf gets codes 0 and the scale NaN. A group whose `1 / scale` is not finite gets codes 0
       and the scale 1.
 
-    Whether `x` is copied depends on its memory. `x` is dense if its elements fill one range of memory, in any order of
-    dimensions. The dimensions in `dim` are called reduced, and all others kept. A dense `x` is read in place if its
-    dimensions, from the outermost to the innermost in memory, are first kept ones, then reduced ones, then kept ones.
-    Any of these three parts may be missing. That covers a scale for each row or column of a matrix, for each channel of
-    `[B, T, C]`, for each column of every expert in `[E, N, K]`, and for each output channel of a channels_last weight.
-    It also covers a scale for each token of a `[B, H, T, D]` view of `[B, T, H, D]` memory. With `block_size` a dense
-    `x` is read in place if its last dimension is the innermost in memory.
+    `x` is dense if its elements fill one range of memory, in any order of dimensions. A dense `x` is read in place if
+    its dimensions, from the outermost to the innermost in memory, are first kept ones, then those in `dim`, then kept
+    ones. Any of these three parts may be missing. That covers a scale for each row or column of a matrix, for each
+    channel of `[B, T, C]`, for each column of every expert in `[E, N, K]`, for each output channel of a channels_last
+    weight, and for each token of a `[B, H, T, D]` view of `[B, T, H, D]` memory. With `block_size` a dense `x` is read
+    in place if its last dimension is the innermost in memory.
 
-    Every other `x` is copied first. Examples are a slice with gaps, NCHW images with a scale for each channel, and the
-    `[B, H, T, D]` view above with a scale for each head. The copy takes as many bytes as `x`, and is freed when the
-    call returns. If `x` is dense, the codes are copied too, into memory with x's strides. Stochastic rounding copies
-    every `x` that is not row-major.
+    Every other `x` is copied first, for example a slice with gaps, or NCHW images with a scale for each channel. The
+    copy takes as many bytes as `x`, and is freed when the call returns. If `x` is dense, the codes are copied too, into
+    memory with x's strides. Stochastic rounding copies every `x` that is not row-major.
 
     Args:
         x: fp16, bf16 or fp32, of any shape and strides. If `x` is dense, the codes have its strides. Otherwise they are
@@ -288,18 +272,13 @@ def fake_quantize_int8(
     The result differs from `quantize_int8(x, ...).dequantize(x.dtype)` in one case. If `scale` is given,
     `quantize_int8` gives NaN the same code as 0, but here NaN stays NaN.
 
-    The other arguments are those of `amp_kernels.quantize_int8`.
+    The errors and the other arguments are those of `amp_kernels.quantize_int8`.
 
     Args:
         x: fp16, bf16 or fp32, of any shape and strides.
 
     Returns:
         A tensor of x's shape and dtype. If `x` is dense, it has x's strides. Otherwise it is row-major.
-
-    Raises:
-        TypeError: A dtype or a type does not fit.
-        ValueError: A shape does not fit, or two arguments exclude each other.
-        IndexError: `dim` is out of range.
 
     Examples:
         >>> x = torch.tensor([0.4, 1.0, 200.0], requires_grad=True)
@@ -337,13 +316,10 @@ def int8_matmul(
     `sum * (a.scale * b.scale) + bias` is computed in fp32, and each of its operations rounds once (Jacob et al. 2018).
     Not differentiable.
 
-    On a GPU a CUDA C++ kernel multiplies, with one exception. A Triton kernel multiplies if the compute capability is
-    9.0, Triton is installed, `M * N * K` is above `2**34`, and both `M` and `N` are above 16. The results of the two
-    kernels have the same bits.
-
-    If `M * N * K` is smaller and there are 64 rows or more, the Triton kernel takes less time than the CUDA C++ kernel
-    on a GPU of compute capability 9.0, but more time on the host. A CUDA graph saves the time on the host. So
-    `use_backend("triton")` makes these smaller products faster inside a graph.
+    On a GPU a CUDA C++ kernel multiplies, with one exception. A Triton kernel, which returns the same bits, multiplies
+    if the compute capability is 9.0, Triton is installed, `M * N * K` is above `2**34`, and both `M` and `N` are above
+    16. On such a GPU it also takes less time for smaller products of 64 rows or more, but more time on the host. So
+    `use_backend("triton")` makes these products faster inside a CUDA graph, which saves the time on the host.
 
     The CUDA C++ kernel reads an operand in place if `K` is a multiple of 16, and if the rows of `a` (or the columns of
     `b`) are contiguous and begin at multiples of 16 bytes. Otherwise the operand is copied first.
@@ -371,8 +347,7 @@ def int8_matmul(
         >>> amp_kernels.int8_matmul(a, b)
         tensor([[381.]])
     """
-    for name, operand in (("a", a), ("b", b)):
-        _check_is_not_in_blocks("int8_matmul", name, operand)
+    _check_operands("int8_matmul", a=a, b=b)
     return call(
         ops.int8_matmul, a.values, b.values, a.scale, a.zero_point, b.scale, b.zero_point, bias, out_dtype, out_scale,
         out_zero_point,
@@ -400,12 +375,9 @@ def int8_conv2d(
     Each output pixel is a row of `int8_matmul`: the codes of `x` under the kernel, times the codes of the weight. So
     sums are exact, and results are rounded as `int8_matmul` rounds them (Jacob et al. 2018). Padding has the code that
     stands for 0, which is the zero point, or 0 for symmetric codes. A zero point that is not from -128 to 127 is
-    clamped to this range first. Not differentiable.
+    clamped to this range first. The rows are not stored. Not differentiable.
 
-    The rows are not stored. Kernels gather them from `x` while they multiply. A kernel of one pixel with stride 1 and
-    without padding needs no gathering. A GPU multiplies such a convolution by a CUDA C++ kernel of `int8_matmul`.
-
-    The other arguments are those of `amp_kernels.int8_matmul`.
+    The other errors and the other arguments are those of `amp_kernels.int8_matmul`.
 
     Args:
         x: `[B, H, W, C]`, with one scale or one per image (`dim=(1, 2, 3)`). If the codes are not row-major, they are
@@ -413,18 +385,16 @@ def int8_conv2d(
         weight: `[N, kernel height, kernel width, C]`, symmetric, with one scale or one per output channel
             (`dim=(1, 2, 3)`).
         stride: One int, or one each for height and width.
-        padding: One int, or one each for height and width. At each end, this many pixels are added.
-        dilation: One int, or one each for height and width.
+        padding: The same. At each end, this many pixels are added.
+        dilation: The same.
 
     Returns:
         Row-major `[B, output height, output width, N]` in `out_dtype`, or int8 codes if `out_scale` is given. The
             output sizes are those of `torch.nn.Conv2d`.
 
     Raises:
-        TypeError: A dtype does not fit, or an operand is not an `Int8Tensor`.
-        ValueError: A shape does not fit, an operand is quantized in blocks, the weight has a zero point, the kernel is
-            larger than the padded image, or `x` has 2^32 pixels or more. Or the weight has more than 131071 elements
-            for each output channel. Beyond that, int32 sums could overflow.
+        ValueError: The weight has a zero point, the kernel is larger than the padded image, or `x` has 2^32 pixels or
+            more. Or the weight has more than 131071 elements for each output channel, whose sum could overflow.
 
     Examples:
         >>> image = torch.tensor([[1.0, 2.0, 127.0]]).view(1, 1, 3, 1)
@@ -433,8 +403,7 @@ def int8_conv2d(
         >>> amp_kernels.int8_conv2d(x, weight, padding=(0, 1)).flatten()
         tensor([  3., 130., 129.])
     """
-    for name, operand in (("x", x), ("weight", weight)):
-        _check_is_not_in_blocks("int8_conv2d", name, operand)
+    _check_operands("int8_conv2d", x=x, weight=weight)
     if weight.zero_point is not None:
         raise ValueError("int8_conv2d: weight must be symmetric, got a zero point; quantize it with symmetric=True")
     return call(
@@ -471,10 +440,11 @@ def _check_is_quantized(op: str, name: str, q: object) -> None:
         raise TypeError(f"{op}: {name} must be an Int8Tensor, got {type(q).__name__}; quantize it first")
 
 
-def _check_is_not_in_blocks(op: str, name: str, q: Int8Tensor) -> None:
-    _check_is_quantized(op, name, q)
-    if q.block_size is not None:
-        raise ValueError(f"{op}: {name} must not be quantized in blocks, got block_size {q.block_size}")
+def _check_operands(op: str, **operands: Int8Tensor) -> None:
+    for name, q in operands.items():
+        _check_is_quantized(op, name, q)
+        if q.block_size is not None:
+            raise ValueError(f"{op}: {name} must not be quantized in blocks, got block_size {q.block_size}")
 
 
 def _signed(seed: int) -> int:

@@ -1,18 +1,7 @@
 """Products of fp16 and bf16 matrices, with sums in fp32 and one rounding. On a GPU, odd sizes are padded.
 
-For each call `engine_of` chooses the engine that multiplies, and `copies_of` chooses which operands are copied first:
-
-=========================  ===========================================================================================
-inside `use_backend`       the operator `matmul` (ops/matmul.py), which runs this package's kernels or the reference;
-                           inside `use_backend("cpu")` as in the row CPU; inside `use_backend("triton")` torch, with
-                           operands that Triton copies and pads
-CUDA                       cuBLAS; operands are copied and padded with zeros if their sizes or strides would make cuBLAS
-                           slow
-CPU                        torch; in fp32 if torch's fp16 product is slow
-other devices, other       torch, called directly, so that autograd, compilers and transforms have to handle only
-dtypes, compiled code for  torch's own operators
-a GPU
-=========================  ===========================================================================================
+For each call `engine_of` chooses the engine that multiplies, and `copies_of` chooses which operands are copied first.
+docs/internals/walks.md has a table of the engines.
 """
 
 from __future__ import annotations
@@ -31,10 +20,10 @@ from ..backends import PLAIN, forced, refuse
 from ..ops import matmul as ops
 from ..ops.checks import check_is_dense
 from ..ops.matmul import DTYPES, OUT_DTYPES, check_activation, check_beside, check_product, check_shapes
-from ..padding import MIN_WORK, Size, is_aligned, library_sizes, padded
 from ..reference.matmul import activate
 
 Activation = Literal["relu", "gelu", "gelu_tanh"]
+Size = tuple[int, int]
 Copies = tuple[Size | None, Size | None]
 NO_COPIES: Copies = (None, None)
 
@@ -43,6 +32,25 @@ ON_TENSOR_CORES = (LIBRARY, TRITON, "cuda")
 # If the first matrix has at most 16 rows, a product on a GPU takes as long as reading the second matrix once. Tensor
 # cores and padding do not shorten this time. On a CPU, torch's fp16 product is slow only with more rows (`is_slow`).
 FEW_ROWS = 16
+# cuBLAS is fast if, in both operands and in the result, the length and the pitch of the rows are multiples of this many
+# elements. The pitch is the distance from the beginning of a row to that of the next one. If a matrix is column-major,
+# this applies to its columns instead. On an H200 (torch 2.11), the time of fp16 x [4096, K] @ w [N, K].T, in us:
+#
+#   N = K = 4096                                         181
+#   N = K = 4095                                        1021
+#   N = K = 4095, only the pitch is rounded up to 4096  1500
+#   N = K = 4095, K is padded to 4096                   1322
+#   N = K = 4095, K and N are padded to 4096             181
+MULTIPLE = 8
+# Up to this much work (M * N * K) operands are not copied. For so little work, the host takes longer for a call with
+# copies than the device takes for a call without copies. So copies would make a loop of calls slower. On an H200, for
+# fp16:
+#
+#   8192 x 1023 x 1023 (2**33)    Without padding the device takes 140 us. With padding the device takes 47 us, but the
+#                                 host takes 145 to 300 us.
+#   4096 x 4095 x 4095 (2**36)    A call takes 1036 us without padding and 266 us with padding, including the time of
+#                                 the host.
+MIN_WORK = 2**34
 # The activations that cuBLAS can apply itself, if there is a bias. With use_gelu, `_addmm_activation` of a CUDA tensor
 # computes the tanh form. For a CPU tensor it would compute the form with erf.
 IN_ONE_CALL = ("relu", "gelu_tanh")
@@ -91,12 +99,7 @@ def matmul(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None) -> Ten
     engine = engine_of("matmul", a.dtype, kind)
     dtype = a.dtype if out_dtype is None else _result_dtype("matmul", out_dtype, a)
     if engine == TORCH or _is_special(kind, a, b):
-        try:
-            out = torch.matmul(a, b)
-            return out if out.dtype is dtype else out.to(dtype)
-        except _REFUSALS as error:
-            _reword("matmul", error, a, b)
-            raise
+        return _by_torch("matmul", torch.matmul, a, b, dtype=dtype)
     check_serves(engine, kind)
     left, right = as_matrices("matmul", a, b)
     copies = copies_of(engine, left, right)
@@ -112,7 +115,7 @@ def addmm(
 ) -> Tensor:
     """Return `beta * input + alpha * (a @ b)`, computed in fp32 and rounded once.
 
-    This is `torch.addmm` for matrices and `torch.baddbmm` for batches. Devices and dtypes are treated as in `matmul`.
+    This is `torch.addmm` for matrices and `torch.baddbmm` for batches. Devices, dtypes and errors are as in `matmul`.
 
     Args:
         input: A tensor that broadcasts to the result, in the dtype of the operands. If `beta` is 0, it is not read.
@@ -124,11 +127,6 @@ def addmm(
 
     Returns:
         `[M, N]` or `[B, M, N]`.
-
-    Raises:
-        TypeError: Dtypes do not fit, or an operand is float8.
-        ValueError: Shapes or devices do not fit.
-        RuntimeError: The call was left to torch, and torch raised an error. The message ends with that error.
 
     Examples:
         >>> a, b = torch.ones(3, 5, dtype=torch.float16), torch.ones(5, 2, dtype=torch.float16)
@@ -148,12 +146,7 @@ def addmm(
         )
     multiply = torch.addmm if a.dim() == 2 else torch.baddbmm
     if engine == TORCH or _is_special(kind, a, b, input):
-        try:
-            out = multiply(input, a, b, beta=beta, alpha=alpha)
-            return out if out.dtype is dtype else out.to(dtype)
-        except _REFUSALS as error:
-            _reword("addmm", error, input, a, b)
-            raise
+        return _by_torch("addmm", multiply, input, a, b, dtype=dtype, beta=beta, alpha=alpha)
     check_serves(engine, kind)
     check_product("addmm", a, b)
     term = _term(input, a, b)
@@ -178,9 +171,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Ac
       second pass.
 
     On a GPU operands and results are padded as in `matmul`. If operands were padded, or a backend is forced, the
-    backward pass reads the gradient of the result once. While it reads, it applies the derivative of the activation,
-    sums the gradient of the bias in fp32, and writes a padded copy. From this copy two products compute the gradients
-    of `x` and `weight`.
+    backward pass reads the gradient of the result once, and sums the gradient of the bias in fp32.
 
     Args:
         x: `[..., in_features]`, fp16 or bf16, of any strides. Other dtypes are left to torch.
@@ -193,9 +184,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Ac
         `[..., out_features]` in the dtype of `x`. On a GPU it may be a view of a wider tensor.
 
     Raises:
-        TypeError: Dtypes do not fit, or an operand is float8.
-        ValueError: Shapes or devices do not fit, or `activation` is not one of these.
-        RuntimeError: The call was left to torch, and torch raised an error. The message ends with that error.
+        ValueError: `activation` is not one of these. All other errors are as in `matmul`.
 
     Examples:
         >>> x, weight = torch.ones(2, 3, dtype=torch.bfloat16), -torch.ones(5, 3, dtype=torch.bfloat16)
@@ -210,11 +199,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Ac
     x, weight, bias = autocast(kind, x, weight, bias)
     engine = engine_of("linear", x.dtype, kind)
     if engine == TORCH or _is_special(kind, x, weight):
-        try:
-            return activate(F.linear(x, weight, bias), activation)
-        except _REFUSALS as error:
-            _reword("linear", error, x, weight, bias)
-            raise
+        function = F.linear if activation is None else lambda *operands: activate(F.linear(*operands), activation)
+        return _by_torch("linear", function, x, weight, bias)
     check_serves(engine, kind)
     _check_linear(x, weight, bias)
     rows = x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
@@ -226,7 +212,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Ac
     # cases `_Linear` was not faster than torch, although its backward pass reads the gradient once (`copy_pad`) and
     # torch's reads it twice. On an H200, gelu with fp16 4096^3, forward and backward, took 0.69 ms by `_Linear` and
     # 0.67 ms by torch.
-    is_one_call = _adds_before_rounding(x, bias) and (engine == CPU or activation is None or needs_grad)
+    rounds_once = bias is None or x.dim() == 2 or (x.is_contiguous() and bias.is_contiguous())
+    is_one_call = rounds_once and (engine == CPU or activation is None or needs_grad)
     if is_one_call and _is_one_torch_call(engine, copies, rows):
         return activate(F.linear(x, weight, bias), activation)
     if needs_grad:
@@ -258,19 +245,14 @@ def pad_to_multiple(x: Tensor, multiple: int = 8) -> Tensor:
         >>> y.shape, y.stride()
         (torch.Size([2, 5]), (8, 1))
     """
-    if not isinstance(x, Tensor):
-        raise TypeError(f"pad_to_multiple: x must be a Tensor, got {type(x).__name__}")
+    _check_are_tensors("pad_to_multiple", x=x)
     if not isinstance(multiple, (int, torch.SymInt)):
         raise TypeError(f"pad_to_multiple: multiple must be an int, got {multiple!r}")
     if multiple < 1:
         raise ValueError(f"pad_to_multiple: multiple must be at least 1, got {multiple}")
     if x.dim() == 0:
         raise ValueError("pad_to_multiple: x must have a last dimension to pad, got a 0-dim tensor")
-    try:
-        return F.pad(x, (0, -x.shape[-1] % multiple))[..., : x.shape[-1]]
-    except _REFUSALS as error:
-        _reword("pad_to_multiple", error, x)
-        raise
+    return _by_torch("pad_to_multiple", lambda x: F.pad(x, (0, -x.shape[-1] % multiple))[..., : x.shape[-1]], x)
 
 
 # -------------------------------------------------------------------------------------------------- choice of engine
@@ -279,8 +261,6 @@ def engine_of(op: str, dtype: torch.dtype, kind: str) -> str:
 
     There is no Triton kernel for 16-bit products. If `"triton"` is forced, torch multiplies. Triton pads the operands
     that need it, in small products too.
-
-    `amp_kernels.explain` reports what this function and `copies_of` return.
     """
     if dtype not in DTYPES:
         # torch would round a product of float8 to 8 bits, even if `out_dtype` has 16 or 32 bits.
@@ -310,19 +290,19 @@ def check_serves(engine: str, kind: str) -> None:
 def copies_of(engine: str, a: Tensor, b: Tensor) -> Copies:
     """Return the sizes of the padded copies that replace `a` and `b`; None for an operand that is not copied.
 
-    Copies for torch's product may be larger than the operands (`padding.library_sizes`). Copies for this package's
-    kernels have the sizes of the operands, because these kernels are fast with any size if rows begin at multiples of
-    16 bytes.
+    Copies for torch's product may be larger than the operands, so that cuBLAS is fast (`MULTIPLE`). Copies for this
+    package's kernels have the sizes of the operands, because these kernels are fast with any size if rows begin at
+    multiples of 16 bytes.
     """
     if engine not in ON_TENSOR_CORES or a.shape[-2] <= FEW_ROWS:
         return NO_COPIES
-    if engine == "cuda":
-        left, right = (a.shape[-2], a.shape[-1]), (b.shape[-2], b.shape[-1])
-    elif engine == LIBRARY and a.numel() * b.shape[-1] <= MIN_WORK:
+    (m, k), n = a.shape[-2:], b.shape[-1]
+    if engine == LIBRARY and a.numel() * n <= MIN_WORK:
         return NO_COPIES
-    else:
-        left, right = library_sizes(a, b)
-    return _size_of_copy(a, left), _size_of_copy(b, right)
+    if engine != "cuda":
+        m = ops.round_up(m, MULTIPLE) if is_column_major(a) else m
+        k, n = ops.round_up(k, MULTIPLE), ops.round_up(n, MULTIPLE)
+    return _size_of_copy(a, (m, k)), _size_of_copy(b, (k, n))
 
 
 def _size_of_copy(x: Tensor, size: Size) -> Size | None:
@@ -370,6 +350,46 @@ def is_slow(a: Tensor) -> bool:
     second in fp16 and 19 ms in fp32.
     """
     return a.dtype is torch.float16 and a.shape[-2] > FEW_ROWS
+
+
+# ------------------------------------------------------------------------------------------------------ padded copies
+def is_aligned(x: Tensor) -> bool:
+    """Return whether a matrix, or every matrix of a batch, can be loaded 16 bytes at a time.
+
+    A row-major matrix is aligned if its rows begin at multiples of 16 bytes. A column-major matrix is aligned if its
+    columns begin at multiples of 16 bytes. An empty matrix is aligned, since nothing is loaded.
+    """
+    elements = ops.ALIGNMENT // x.element_size()
+    (rows, columns), (row, column) = x.shape[-2:], x.stride()[-2:]
+    if x.numel() == 0:
+        return True
+    if x.storage_offset() % elements != 0:
+        return False
+    by_row = column == 1 and (rows == 1 or row % elements == 0)
+    by_column = row == 1 and (columns == 1 or column % elements == 0)
+    return (by_row or by_column) and all(stride % elements == 0 for stride in x.stride()[:-2])
+
+
+def is_column_major(x: Tensor) -> bool:
+    """Return whether the elements of each column are contiguous, but the elements of each row are not."""
+    return x.stride(-2) == 1 and x.stride(-1) != 1
+
+
+def padded(x: Tensor, size: Size) -> Tensor:
+    """Return a copy of a matrix, or of a batch of matrices, padded with zeros to `size`.
+
+    If `x` is column-major, the copy is column-major too, and the columns of the copy begin at multiples of 16 bytes. If
+    not, the rows of the copy begin at multiples of 16 bytes.
+    """
+    rows, columns = size
+    if is_column_major(x):
+        return padded(x.mT, (columns, rows)).mT
+    if x.dim() == 2:
+        copy, _ = ops.copy_pad(x, None, None, False, rows)
+    else:
+        pitch = ops.round_up(columns, ops.ALIGNMENT // x.element_size())
+        copy = F.pad(x, (0, pitch - x.shape[-1], 0, rows - x.shape[-2])).contiguous()
+    return copy.narrow(-1, 0, columns)
 
 
 # ---------------------------------------------------------------------------------------------------------- arguments
@@ -465,30 +485,30 @@ def _check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
 _REFUSALS = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, AttributeError, AssertionError)
 
 
-def _reword(op: str, error: Exception, *operands: Tensor | None) -> None:
-    """Raise torch's error again, with a message that describes the operands first."""
-    # Subclasses of these errors have other causes: memory ran out, or a GPU reports that an earlier kernel failed.
-    if type(error) not in _REFUSALS:
-        return
-    given = [x for x in operands if x is not None]
-    got = ", ".join(map(_told, given))
-    if len({x.dtype for x in given}) > 1:
-        remedy = "convert them with .to(), or use torch.autocast"
-        raise TypeError(f"{op}: operands must have one dtype, got {got}; {remedy}") from error
-    kind = TypeError if isinstance(error, TypeError) else RuntimeError
-    raise kind(f"{op}: operands must be valid for torch, got {got}; torch says: {error}") from error
+def _by_torch(
+    op: str, function: Any, *operands: Tensor | None, dtype: torch.dtype | None = None, **factors: float
+) -> Tensor:
+    """Call a function of torch. If it raises an error, raise it with a message that describes the operands first."""
+    try:
+        out: Tensor = function(*operands, **factors)
+        return out if dtype is None or out.dtype is dtype else out.to(dtype)
+    except _REFUSALS as error:
+        # Subclasses of these errors have other causes: memory ran out, or a GPU reports that an earlier kernel failed.
+        if type(error) not in _REFUSALS:
+            raise
+        given = [x for x in operands if x is not None]
+        got = ", ".join(map(_told, given))
+        if len({x.dtype for x in given}) > 1:
+            remedy = "convert them with .to(), or use torch.autocast"
+            raise TypeError(f"{op}: operands must have one dtype, got {got}; {remedy}") from error
+        kind = TypeError if isinstance(error, TypeError) else RuntimeError
+        raise kind(f"{op}: operands must be valid for torch, got {got}; torch says: {error}") from error
 
 
 def _told(x: Tensor) -> str:
     shape = "nested" if x.is_nested else tuple(x.shape)
     layout = "" if x.layout is torch.strided else f", {x.layout},"
     return f"{str(x.dtype).removeprefix('torch.')} {shape}{layout} on {x.device}"
-
-
-# ------------------------------------------------------------------------------------------------- the linear layer
-def _adds_before_rounding(x: Tensor, bias: Tensor | None) -> bool:
-    """Return whether torch's `linear` rounds once, after adding the bias. Otherwise it rounds the product too."""
-    return bias is None or x.dim() == 2 or (x.is_contiguous() and bias.is_contiguous())
 
 
 # ---------------------------------------------------------------------------------------------------------- gradients
@@ -518,13 +538,10 @@ class _Product(torch.autograd.Function):
         a, b = ctx.saved_tensors
         _, _, needs_input, needs_a, needs_b, *_ = ctx.needs_input_grad
         grad = grad.to(a.dtype)
-        return (
-            *(None, None),
-            grad * ctx.beta if needs_input else None,
-            _product(ctx.engine, grad, b.mT, ctx.alpha) if needs_a else None,
-            _product(ctx.engine, a.mT, grad, ctx.alpha) if needs_b else None,
-            *(None, None, None),
-        )
+        grad_input = grad * ctx.beta if needs_input else None
+        grad_a = _product(ctx.engine, grad, b.mT, ctx.alpha) if needs_a else None
+        grad_b = _product(ctx.engine, a.mT, grad, ctx.alpha) if needs_b else None
+        return None, None, grad_input, grad_a, grad_b, None, None, None
 
 
 def _product(engine: str, a: Tensor, b: Tensor, alpha: float = 1.0) -> Tensor:
@@ -734,8 +751,7 @@ def _narrowed(x: Tensor, size: tuple[int, int]) -> Tensor:
     """Return a view of the first rows and columns of matrices."""
     if x.shape[-2:] == size:
         return x
-    # `.data` hides from autograd that the result is a view. Otherwise autograd would forbid callers to write in place
-    # to a view that an autograd function returned.
+    # `ops.new_result` explains `.data`.
     return x.narrow(-2, 0, size[0]).narrow(-1, 0, size[1]).data
 
 

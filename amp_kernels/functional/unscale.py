@@ -1,7 +1,4 @@
-"""Unscaling, the check for NaN and inf, the norm and clipping, for lists of gradients.
-
-Lists may mix fp16, bf16 and fp32, span devices, and hold empty tensors and views of any strides.
-"""
+"""Unscaling, the check for NaN and inf, the norm and clipping, for lists of gradients."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ def unscale_(grads: Sequence[Tensor], *, inv_scale: Tensor, found_inf: Tensor) -
     the opposite order.
 
     Args:
-        grads: fp16, bf16 or fp32 tensors of any strides, on any devices.
+        grads: fp16, bf16 or fp32 tensors of any sizes and strides, on any devices.
         inv_scale: One fp32 element.
         found_inf: One fp32 element. It becomes 1.0 if a gradient holds NaN or inf before the product. It is never set
             to 0.
@@ -45,7 +42,8 @@ def unscale_(grads: Sequence[Tensor], *, inv_scale: Tensor, found_inf: Tensor) -
     """
     grads = as_list("unscale_", "grads", grads)
     check_are_tensors("unscale_", inv_scale=inv_scale, found_inf=found_inf)
-    _check_scalars("unscale_", inv_scale, found_inf)
+    check_scalar("unscale_", "inv_scale", inv_scale)
+    check_scalar("unscale_", "found_inf", found_inf)
     _on_each_device(ops.unscale_, grads, inv_scale, found_inf)
     note_written(grads, [found_inf])
 
@@ -54,12 +52,12 @@ def grad_norm(grads: Sequence[Tensor], *, inv_scale: Tensor | None = None, found
     """Return the L2 norm over all elements of all gradients, in one pass over memory.
 
     The result is `sqrt(sum((inv_scale * grad)^2))`. Squares are summed in fp32, a few at a time. The fp32 sums are then
-    summed in fp64. An fp32 sum may have overflowed or lost small squares. In this case its elements are squared and
-    summed a second time, either in fp64, or in fp32 after a multiplication by a power of 2. So every finite element
-    counts. The second sum reads the elements from registers or a cache, not from memory. Not differentiable.
+    summed in fp64. Elements whose fp32 sum may have overflowed or lost small squares are squared and summed a second
+    time, in fp64 or scaled by a power of 2, so that every finite element counts. Not differentiable. The errors are
+    those of `unscale_`, but a gradient may be expanded.
 
     Args:
-        grads: fp16, bf16 or fp32 tensors of any strides, on any devices. They are not changed.
+        grads: fp16, bf16 or fp32 tensors of any sizes and strides, on any devices. They are not changed.
         inv_scale: One fp32 element; None for 1.
         found_inf: One fp32 element, or None. It becomes 1.0 if a gradient holds NaN or inf. It is never set to 0.
 
@@ -67,16 +65,13 @@ def grad_norm(grads: Sequence[Tensor], *, inv_scale: Tensor | None = None, found
         A 0-dim fp32 tensor on the device of the first gradient. It is inf or NaN if a gradient holds inf or NaN, and 0
             for an empty list.
 
-    Raises:
-        TypeError: A gradient has another dtype or is not a tensor.
-        ValueError: A gradient is sparse, or a scalar is not one fp32 element.
-
     Examples:
         >>> amp_kernels.grad_norm([torch.tensor([3.0]), torch.tensor([4.0], dtype=torch.float16)])
         tensor(5.)
     """
     grads = as_list("grad_norm", "grads", grads)
-    _check_scalars("grad_norm", inv_scale, found_inf)
+    check_scalar("grad_norm", "inv_scale", inv_scale)
+    check_scalar("grad_norm", "found_inf", found_inf)
     norms = _on_each_device(ops.grad_norm, grads, inv_scale, found_inf)
     if found_inf is not None:
         note_written([found_inf])
@@ -113,9 +108,9 @@ def clip_grad_norm_(
     Gradients are multiplied by `min(1, max_norm / (norm + 1e-6))` (Pascanu et al. 2013). The optimizers of
     `amp_kernels.optim` have the option `max_grad_norm`, which clips inside the update and writes no gradient.
 
+    The other arguments are those of `torch.nn.utils.clip_grad_norm_`.
+
     Args:
-        parameters: One tensor, or an iterable of tensors. Tensors without a gradient are ignored.
-        max_norm: The norm to clip to.
         norm_type: Type of the norm. `torch.nn.utils.clip_grad_norm_` is called instead of the two passes if this is not
             2, or if a gradient is sparse, of a tensor subclass, or of another dtype than fp16, bf16 and fp32.
         error_if_nonfinite: Raise an error if the norm is NaN or inf. This waits for the device.
@@ -153,11 +148,6 @@ def clip_grad_norm_(
     coefficient = (float(max_norm) / (norm + 1e-6)).clamp(max=1.0)
     unscale_(grads, inv_scale=coefficient, found_inf=torch.zeros_like(norm))
     return norm
-
-
-def _check_scalars(op: str, inv_scale: Tensor | None, found_inf: Tensor | None) -> None:
-    check_scalar(op, "inv_scale", inv_scale)
-    check_scalar(op, "found_inf", found_inf)
 
 
 def _on_each_device(op: Any, grads: list[Tensor], inv_scale: Tensor | None, found_inf: Tensor | None) -> list[Tensor]:

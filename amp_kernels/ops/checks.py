@@ -1,7 +1,4 @@
-"""Argument checks of the operators. They raise an error with a full message before anything is modified.
-
-The fakes, which replace the operators while a graph is traced (`library.operator`), run the same checks.
-"""
+"""Argument checks of the operators. They raise an error with a full message before anything is modified."""
 
 from __future__ import annotations
 
@@ -27,17 +24,11 @@ def check_are_tensors(op: str, **arguments: object) -> None:
             raise TypeError(f"{op}: {name} must be a Tensor, got {type(argument).__name__}")
 
 
-def check_are_tensors_or_none(op: str, **arguments: object) -> None:
-    """Check like `check_are_tensors`, except that None is allowed."""
-    for name, argument in arguments.items():
-        if argument is not None:
-            check_are_tensors(op, **{name: argument})
-
-
 def check_dtype(op: str, name: str, dtype: object) -> None:
-    """Raise TypeError unless `dtype` is a `torch.dtype`. The caller checks whether it is one of the allowed ones."""
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{op}: {name} must be {_named(DTYPE_CODES)}, got {dtype!r}; pass a torch.dtype")
+    """Raise TypeError unless `dtype` is fp32, fp16 or bf16."""
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPE_CODES:
+        remedy = "" if isinstance(dtype, torch.dtype) else "; pass a torch.dtype"
+        raise TypeError(f"{op}: {name} must be {_named(DTYPE_CODES)}, got {dtype!r}{remedy}")
 
 
 def as_list(op: str, name: str, tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -57,10 +48,8 @@ def as_list(op: str, name: str, tensors: Iterable[Tensor]) -> list[Tensor]:
 def check_tensors(op: str, name: str, tensors: Sequence[Tensor], dtypes: Iterable[torch.dtype] = DTYPE_CODES) -> None:
     """Raise unless all tensors are strided, have one of these dtypes, and are on one device."""
     for i, tensor in enumerate(as_list(op, name, tensors)):
-        if tensor.layout is not torch.strided:
-            raise ValueError(f"{op}: {name}[{i}] must be a dense tensor, got {tensor.layout}; call to_dense() first")
-        if tensor.dtype not in dtypes:
-            raise TypeError(f"{op}: {name}[{i}] must be {_named(dtypes)}, got {tensor.dtype}")
+        if tensor.layout is not torch.strided or tensor.dtype not in dtypes:
+            check_values(op, f"{name}[{i}]", tensor, dtypes)
         if tensor.device != tensors[0].device:
             raise ValueError(f"{op}: {name}[{i}] must be on {tensors[0].device} as {name}[0] is, got {tensor.device}")
 

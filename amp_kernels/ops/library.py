@@ -1,17 +1,8 @@
 """How an operator is defined: one schema, and a kernel for each dispatch key.
 
-=========================  ===========================================================================================
-dispatch key               kernel
-=========================  ===========================================================================================
-CPU, CUDA                  C++, registered by ``amp_kernels._C`` (csrc/ops)
-CUDA                       Triton, only if there are no CUDA kernels in ``_C``, and if Triton has a kernel
-CompositeExplicitAutograd  the reference, for every device that has none of the kernels above
-Autograd                   no kernel, so that the call falls through to the next key; a differentiable operator
-                           registers its own autograd instead
-=========================  ===========================================================================================
-
-torch's dispatcher chooses the kernel. A kernel for a device has precedence over the reference, in whatever order they
-are registered. `amp_kernels.use_backend` intercepts a call before the dispatcher chooses.
+docs/internals/walks.md says which kernel serves which tensors. The reference has the key CompositeExplicitAutograd. A
+kernel for a device has precedence over it, in whatever order they are registered. On the key Autograd a call falls
+through to the next key. A differentiable operator registers its own autograd instead.
 
 ``_C`` may have CUDA kernels, but no code for the GPU of a call. The CUDA kernel in ``_C`` then calls the operator
 ``_uncompiled_<name>``, which runs Triton if it is installed and has a kernel, else the reference. This is decided for
@@ -24,17 +15,18 @@ only inputs that the C++ kernels cannot multiply.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import importlib.util
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from .. import _loader
+from .. import _loader, reference
 
 LIBRARY = torch.library.Library("amp_kernels", "DEF")
 
@@ -86,7 +78,7 @@ def operator(
     is_differentiable: bool = False,
     delegates: bool = False,
 ) -> Any:
-    """Define ``torch.ops.amp_kernels.<name>``.
+    """Define ``torch.ops.amp_kernels.<name>``, and return it.
 
     Args:
         schema: The schema as in `torch.library`, beginning with the name. A list that may be absent has the type
@@ -102,9 +94,6 @@ def operator(
             None if there is no Triton kernel. The reference then takes its place.
         is_differentiable: Whether the caller registers autograd.
         delegates: Whether the CUDA kernel may pass a call on to Triton or torch.
-
-    Returns:
-        The operator.
     """
     name = schema.partition("(")[0]
     reference = torch.no_grad()(_after(check, reference))
@@ -130,6 +119,46 @@ def operator(
         compiled = getattr(torch.ops.amp_kernels, f"_compiled_{name}").default
     DEFINITIONS[op] = Definition(check, reference, launch, compiled)
     return op
+
+
+class Arguments:
+    """The arguments of an operator. A subclass is a dataclass that has them as fields, in the order of the schema.
+
+    Its methods are the functions that `operator` takes. If there is no Triton kernel, it has no `launch`.
+    """
+
+    name: ClassVar[str]  # of the operator, and of its specification in `amp_kernels.reference`; `define` sets it
+    check: Callable[[], None]
+    fake: Callable[[], Any]
+
+    def in_torch(self) -> Any:
+        """Return what the specification returns, in memory of any strides."""
+        return getattr(reference, self.name)(**vars(self))
+
+    def reference(self) -> Any:
+        """Return the results of the specification, with the strides that `fake` chooses."""
+        results, values = self.fake(), self.in_torch()
+        one = isinstance(results, Tensor)
+        for result, value in zip([results] if one else results, [values] if one else values, strict=True):
+            if result.numel() > 0:  # the value may be None if the result has no elements
+                result.copy_(value)
+        return results
+
+
+def define(name: str, arguments: Any, returns: str = "Tensor", **options: bool) -> Any:
+    """Define an operator that mutates nothing by its class of `Arguments`. `options` are those of `operator`."""
+    arguments.name = name
+    types = {"Sequence[int]": "int[]", "torch.dtype": "ScalarType"}
+    fields = [(field.name, *field.type.partition(" | ")) for field in dataclasses.fields(arguments)]
+    columns = (f"{types.get(kind, kind)}{'?' if none else ''} {field}" for field, kind, _, none in fields)
+    return operator(
+        f"{name}({', '.join(columns)}) -> {returns}",
+        check=lambda *args: arguments(*args).check(),
+        reference=lambda *args: arguments(*args).reference(),
+        fake=lambda *args: arguments(*args).fake(),
+        launch=(lambda kernels, *args: arguments(*args).launch(kernels)) if hasattr(arguments, "launch") else None,
+        **options,
+    )
 
 
 def triton_kernels() -> Kernels:
@@ -206,7 +235,7 @@ def _reported(reference: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(reference)
     def run(*args: Any, **kwargs: Any) -> Any:
-        devices = [tensor.device for tensor in _tensors((*args, *kwargs.values()))]
+        devices = [tensor.device for tensor in tensors_of((*args, *kwargs.values()))]
         if devices:
             # If any tensor is on a GPU, the operator runs for that GPU: its CPU tensors are scalars.
             device = next((device for device in devices if device.type == "cuda"), devices[0])
@@ -216,6 +245,7 @@ def _reported(reference: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _tensors(arguments: tuple[Any, ...]) -> list[Tensor]:
-    lists = [argument if isinstance(argument, (list, tuple)) else [argument] for argument in arguments]
-    return [element for elements in lists for element in elements if isinstance(element, Tensor)]
+def tensors_of(arguments: tuple[Any, ...]) -> Iterator[Tensor]:
+    """Return the tensors among the arguments of an operator, and in lists among them."""
+    lists = (argument if isinstance(argument, (list, tuple)) else [argument] for argument in arguments)
+    return (element for elements in lists for element in elements if isinstance(element, Tensor))

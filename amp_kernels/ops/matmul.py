@@ -1,27 +1,28 @@
 """Operators of the matmul family: products by this package's tensor-core kernels, and copies with padded rows.
 
-For CUDA tensors both operators have kernels in CUDA C++. `copy_pad` also has a Triton kernel. On other devices the
-reference computes them.
-`amp_kernels.matmul`, `addmm` and `linear` compute some products with these operators and others with torch. The choice
-is made in `amp_kernels/functional/matmul.py`.
+Both have kernels in CUDA C++, and `copy_pad` has a Triton kernel. On other devices the reference computes them.
+amp_kernels/functional/matmul.py chooses between these operators and torch.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import SymInt, Tensor
 
 from .. import reference
 from .checks import check_is_dense
-from .library import Kernels, operator
+from .library import Arguments, Kernels, define
 
 ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh")  # in the order of enum Activation, csrc/matmul.h
 DTYPES = (torch.float16, torch.bfloat16)
 OUT_DTYPES = (torch.float32, *DTYPES)
 # In bytes. The tiled kernels can load an operand 16 bytes at a time only if its rows begin at multiples of 16 bytes, or
 # its columns if it is column-major. Otherwise they load one element at a time. To be fast, cuBLAS also needs rows (or
-# columns) whose lengths are multiples of 16 bytes (padding.py).
+# columns) whose lengths are multiples of 16 bytes (functional/matmul.py).
 ALIGNMENT = 16
 
 
@@ -82,113 +83,108 @@ def check_shapes(op: str, a: Tensor, b: Tensor) -> None:
         )
 
 
-# ------------------------------------------------------------------------------------------------------------ matmul
-def _check_matmul(
-    a: Tensor, b: Tensor, input: Tensor | None, alpha: float, beta: float, activation: str | None,
-    out_dtype: torch.dtype, pads_rows: bool, needs_pre: bool,
-) -> None:  # fmt: skip
-    check_activation("matmul", activation)
-    check_product("matmul", a, b)
-    if input is not None:
-        check_beside("matmul", "input", input, a)
-        shape = (*a.shape[:-1], b.shape[-1])
-        if input.shape != shape:
-            raise ValueError(f"matmul: input must have the result's shape {shape}, got {tuple(input.shape)}")
-    if out_dtype not in OUT_DTYPES:
-        raise TypeError(f"matmul: out_dtype must be float32, float16 or bfloat16, got {out_dtype}")
+# --------------------------------------------------------------------------------------------------------- operators
+@dataclass
+class _Matmul(Arguments):
+    """Returns ``activation(alpha * a @ b + beta * input)`` for 16-bit matrices or batches of them, and its argument.
 
+    Both are summed in fp32 and rounded once. Without `needs_pre` the second result, the argument of the activation, has
+    no elements. With `pads_rows` the rows of both results begin at multiples of 16 bytes.
+    """
 
-def _new_results(
-    a: Tensor, b: Tensor, input: Tensor | None, alpha: float, beta: float, activation: str | None,
-    out_dtype: torch.dtype, pads_rows: bool, needs_pre: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    shape = (*a.shape[:-1], b.shape[-1])
-    out = new_result(a, shape, out_dtype, pads_rows=pads_rows)
-    return out, new_result(a, shape if needs_pre else (0,), out_dtype, pads_rows=pads_rows)
+    a: Tensor
+    b: Tensor
+    input: Tensor | None
+    alpha: float
+    beta: float
+    activation: str | None
+    out_dtype: torch.dtype
+    pads_rows: bool
+    needs_pre: bool
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.a.shape[:-1], self.b.shape[-1])
 
-def _matmul(
-    a: Tensor, b: Tensor, input: Tensor | None, alpha: float, beta: float, activation: str | None,
-    out_dtype: torch.dtype, pads_rows: bool, needs_pre: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    out, pre = _new_results(a, b, input, alpha, beta, activation, out_dtype, pads_rows, needs_pre)
-    result, argument = reference.matmul.addmm(
-        input, a, b, beta=beta, alpha=alpha, activation=activation, out_dtype=out_dtype
-    )
-    out.copy_(result)
-    if needs_pre:
-        pre.copy_(argument)
-    return out, pre
+    def check(self) -> None:
+        check_activation("matmul", self.activation)
+        check_product("matmul", self.a, self.b)
+        if self.input is not None:
+            check_beside("matmul", "input", self.input, self.a)
+            if self.input.shape != self.shape:
+                got = tuple(self.input.shape)
+                raise ValueError(f"matmul: input must have the result's shape {self.shape}, got {got}")
+        if self.out_dtype not in OUT_DTYPES:
+            raise TypeError(f"matmul: out_dtype must be float32, float16 or bfloat16, got {self.out_dtype}")
 
-
-# Returns two tensors. The first is activation(alpha * a @ b + beta * input) for 16-bit matrices or batches of them,
-# summed in fp32 and rounded once. The second is the argument of the activation, rounded; without `needs_pre` it has no
-# elements. With `pads_rows` the rows of both tensors begin at multiples of 16 bytes.
-matmul = operator(
-    "matmul(Tensor a, Tensor b, Tensor? input, float alpha, float beta, str? activation, ScalarType out_dtype, "
-    "bool pads_rows, bool needs_pre) -> (Tensor, Tensor)",
-    check=_check_matmul,
-    reference=_matmul,
-    fake=_new_results,
-)
-
-
-# ---------------------------------------------------------------------------------------------------------- copy_pad
-def _check_copy_pad(x: Tensor, saved: Tensor | None, activation: str | None, needs_sums: bool, rows: int) -> None:
-    check_activation("copy_pad", activation)
-    check_low("copy_pad", "x", x)
-    if x.dim() != 2:
-        raise ValueError(f"copy_pad: x must have 2 dimensions, got {x.dim()}")
-    if rows < x.shape[0]:
-        raise ValueError(f"copy_pad: rows must be at least x's {x.shape[0]}, got {rows}")
-    if (saved is None) != (activation is None):
-        raise ValueError(
-            "copy_pad: saved must be a Tensor if there is an activation, and otherwise None, got a "
-            f"{type(saved).__name__} with activation {activation!r}"
+    def fake(self) -> tuple[Tensor, Tensor]:
+        out, pre = (
+            new_result(self.a, shape, self.out_dtype, pads_rows=self.pads_rows)
+            for shape in (self.shape, self.shape if self.needs_pre else (0,))
         )
-    if saved is not None:
-        check_beside("copy_pad", "saved", saved, x)
-        if saved.shape != x.shape:
-            raise ValueError(f"copy_pad: saved must have x's shape {tuple(x.shape)}, got {tuple(saved.shape)}")
+        return out, pre
+
+    def in_torch(self) -> tuple[Tensor, Tensor]:
+        return reference.matmul.addmm(
+            self.input, self.a, self.b, beta=self.beta, alpha=self.alpha, activation=self.activation,
+            out_dtype=self.out_dtype,
+        )  # fmt: skip
 
 
-def _new_copy(
-    x: Tensor, saved: Tensor | None, activation: str | None, needs_sums: bool, rows: int
-) -> tuple[Tensor, Tensor]:
-    out = x.new_empty((rows, round_up(x.shape[1], ALIGNMENT // x.element_size())))
-    return out, x.new_empty(x.shape[1] if needs_sums else 0, dtype=torch.float32)
+@dataclass
+class _CopyPad(Arguments):
+    """Computes two tensors in one pass over x [R, C].
+
+    The first is x padded with zeros to [rows, P], where P is the smallest number that is at least C and makes the
+    length of a row a multiple of 16 bytes. If `saved` is given, x is multiplied by the derivative of the activation.
+    For gelu and gelu_tanh, `saved` is the argument of the activation. For relu it is the result of the activation.
+    The second tensor holds the sum of each column of x (of the products, if `saved` is given). The sums [C] are fp32,
+    and the numbers are added before they are rounded for the first tensor. Without `needs_sums` it has no elements.
+    """
+
+    x: Tensor
+    saved: Tensor | None
+    activation: str | None
+    needs_sums: bool
+    rows: SymInt
+
+    def check(self) -> None:
+        x, saved = self.x, self.saved
+        check_activation("copy_pad", self.activation)
+        check_low("copy_pad", "x", x)
+        if x.dim() != 2:
+            raise ValueError(f"copy_pad: x must have 2 dimensions, got {x.dim()}")
+        if self.rows < x.shape[0]:
+            raise ValueError(f"copy_pad: rows must be at least x's {x.shape[0]}, got {self.rows}")
+        if (saved is None) != (self.activation is None):
+            raise ValueError(
+                "copy_pad: saved must be a Tensor if there is an activation, and otherwise None, got a "
+                f"{type(saved).__name__} with activation {self.activation!r}"
+            )
+        if saved is not None:
+            check_beside("copy_pad", "saved", saved, x)
+            if saved.shape != x.shape:
+                raise ValueError(f"copy_pad: saved must have x's shape {tuple(x.shape)}, got {tuple(saved.shape)}")
+
+    def fake(self) -> tuple[Tensor, Tensor]:
+        x = self.x
+        out = x.new_empty((self.rows, round_up(x.shape[1], ALIGNMENT // x.element_size())))
+        return out, x.new_empty(x.shape[1] if self.needs_sums else 0, dtype=torch.float32)
+
+    def in_torch(self) -> tuple[Tensor, Tensor | None]:
+        x, saved = self.x, self.saved
+        values = x.float() if saved is None else reference.matmul.activation_backward(x, saved, self.activation)
+        pads: Any = (0, -x.shape[1] % (ALIGNMENT // x.element_size()), 0, self.rows - x.shape[0])
+        return F.pad(values.to(x.dtype), pads), values.sum(0) if self.needs_sums else None
+
+    def launch(self, kernels: Kernels) -> tuple[Tensor, Tensor]:
+        x, (out, sums) = self.x, self.fake()
+        out[x.shape[0] :].zero_()
+        if x.numel() > 0:
+            written, wanted = out[: x.shape[0]], sums if self.needs_sums else None
+            kernels._copy_pad_(x, self.saved, written, wanted, ACTIVATIONS.index(self.activation))
+        return out, sums.zero_() if x.numel() == 0 else sums
 
 
-def _copy_pad(
-    x: Tensor, saved: Tensor | None, activation: str | None, needs_sums: bool, rows: int
-) -> tuple[Tensor, Tensor]:
-    values = x.float() if saved is None else reference.matmul.activation_backward(x, saved, activation)
-    sums = values.sum(0) if needs_sums else x.new_empty(0, dtype=torch.float32)
-    pads = (0, -x.shape[1] % (ALIGNMENT // x.element_size()), 0, rows - x.shape[0])
-    return F.pad(values.to(x.dtype), pads).contiguous(), sums
-
-
-def _launch_copy_pad(
-    kernels: Kernels, x: Tensor, saved: Tensor | None, activation: str | None, needs_sums: bool, rows: int
-) -> tuple[Tensor, Tensor]:
-    out, sums = _new_copy(x, saved, activation, needs_sums, rows)
-    out[x.shape[0] :].zero_()
-    if x.numel() > 0:
-        written = out[: x.shape[0]]
-        kernels._copy_pad_(x, saved, written, sums if needs_sums else None, ACTIVATIONS.index(activation))
-    return out, sums.zero_() if x.numel() == 0 else sums
-
-
-# Computes two tensors in one pass over x [R, C]. The first is x padded with zeros to [rows, P], where P is the smallest
-# number that is at least C and makes the length of a row a multiple of 16 bytes. If `saved` is given, x is multiplied
-# by the derivative of the activation. For gelu and gelu_tanh, `saved` is the argument of the activation. For relu it is
-# the result of the activation. The second tensor holds the sum of each column of x (of the products, if `saved` is
-# given). The sums [C] are fp32, and the numbers are added before they are rounded for the first tensor. Without
-# `needs_sums` the second tensor has no elements.
-copy_pad = operator(
-    "copy_pad(Tensor x, Tensor? saved, str? activation, bool needs_sums, SymInt rows) -> (Tensor, Tensor)",
-    check=_check_copy_pad,
-    reference=_copy_pad,
-    fake=_new_copy,
-    launch=_launch_copy_pad,
-)
+matmul = define("matmul", _Matmul, "(Tensor, Tensor)")
+copy_pad = define("copy_pad", _CopyPad, "(Tensor, Tensor)")

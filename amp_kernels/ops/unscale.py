@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,16 +25,8 @@ def _check_unscale(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) ->
     check_written("unscale_", "grads", grads)
 
 
-def _unscale(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
-    reference.unscale_(grads, inv_scale=inv_scale, found_inf=found_inf)
-
-
 def _launch_unscale(kernels: Kernels, grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
     lists.gradient_pass(kernels, grads, inv_scale, found_inf, write=True)
-
-
-def _check_norm(grads: list[Tensor], inv_scale: Tensor | None, found_inf: Tensor) -> None:
-    _check("grad_norm", grads, inv_scale, found_inf)
 
 
 def _norm(grads: list[Tensor], inv_scale: Tensor | None, found_inf: Tensor) -> Tensor:
@@ -41,24 +34,20 @@ def _norm(grads: list[Tensor], inv_scale: Tensor | None, found_inf: Tensor) -> T
     return norm if grads else norm.to(found_inf.device)
 
 
-def _launch_norm(kernels: Kernels, grads: list[Tensor], inv_scale: Tensor | None, found_inf: Tensor) -> Tensor:
-    return lists.gradient_pass(kernels, grads, inv_scale, found_inf, write=False)
-
-
 unscale_ = operator(
     "unscale_(Tensor(a!)[] grads, Tensor inv_scale, Tensor(b!) found_inf) -> ()",
     check=_check_unscale,
-    reference=_unscale,
-    fake=lambda grads, inv_scale, found_inf: None,
+    reference=lambda grads, inv_scale, found_inf: reference.unscale_(grads, inv_scale=inv_scale, found_inf=found_inf),
+    fake=lambda *arguments: None,
     launch=_launch_unscale,
 )
 # found_inf is not optional: Inductor crashes on an optional mutable Tensor that is absent.
 grad_norm = operator(
     "grad_norm(Tensor[] grads, Tensor? inv_scale, Tensor(a!) found_inf) -> Tensor",
-    check=_check_norm,
+    check=partial(_check, "grad_norm"),
     reference=_norm,
     fake=lambda grads, inv_scale, found_inf: torch.empty((), dtype=torch.float32, device=found_inf.device),
-    launch=_launch_norm,
+    launch=partial(lists.gradient_pass, write=False),
 )
 # Only step plans (optim/_plan.py) call the operators below. `_unscale_table_` writes to addresses in a table. Its
 # schema does not show these writes, so this operator must not be traced.

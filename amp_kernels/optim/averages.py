@@ -109,7 +109,7 @@ def _follow(
     for device, members in by_device.items():
         kept = [r for t in members if (r := remainders[t]) is not None]
         update(
-            SGD, [averages[t] for t in members], [weights[t] for t in members], {"momentum_buffers": None}, (), _FOLLOW,
+            SGD, [averages[t] for t in members], [weights[t] for t in members], [None], (), _FOLLOW,
             rate, steps_taken=0, grad_scale=None, found_inf=None if found_inf is None else to_device(found_inf, device),
             grad_remainders=kept or None,
         )  # fmt: skip

@@ -4,9 +4,8 @@ The functions run no compiled kernel and no Triton kernel, and they do not check
 arguments and the result of the function in `amp_kernels` that has the same name, with these exceptions:
 
 - The int8 functions take and return plain tensors, with scales and zero points as separate tensors.
-- `amp_kernels` has no `int8_linear` and no `straight_through_int8`. Only weight-only `nn.Int8Linear` layers call the
-  operator `int8_linear`. `straight_through_int8` is the gradient of `fake_quantize_int8`.
-- `amp_kernels` has no `count_exponents_`. Only `PrecisionReport` and `GradScaler` call this operator.
+- `amp_kernels` has no `int8_linear`, which only weight-only `nn.Int8Linear` layers call, no `straight_through_int8`,
+  the gradient of `fake_quantize_int8`, and no `count_exponents_`, which only `PrecisionReport` and `GradScaler` call.
 - `matmul` is a module. Its functions specify the operators for 16-bit products.
 - `sgd`, `rmsprop` and `adam` are modules. Their function `formula` updates one parameter. `update_` applies it to
   lists, as `sgd_`, `rmsprop_` and `adam_` of `amp_kernels` do.

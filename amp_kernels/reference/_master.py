@@ -41,13 +41,9 @@ def split(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def count_lost(master: Tensor, new: Tensor, dtype: torch.dtype) -> Tensor:
     """Count the masters that an update changes, and the changes that are lost if they are added to the weights alone.
 
-    Args:
-        master: The fp32 masters before the update. The weights are these masters, rounded to `dtype`.
-        new: The fp32 masters after the update. A master that was NaN before is not counted.
-        dtype: fp16 or bf16.
-
-    Returns:
-        int64 ``[2]``. A change is lost if the 16-bit weight plus the change, rounded to `dtype`, is the weight.
+    `master` are the fp32 masters before the update, `new` those after it. The weights are masters, rounded to `dtype`.
+    A master that was NaN before is not counted. A change is lost if the weight plus the change, rounded to `dtype`, is
+    the weight. The result is int64 ``[2]``.
     """
     weight = master.to(dtype)
     changed = (new != master) & ~master.isnan()

@@ -1,11 +1,7 @@
 """The int8 operators in plain torch.
 
 The fp32 operations have a fixed order, and no two of them are fused into one that rounds once. So every backend can
-return the same bits.
-
-The elements of a group share one scale. If codes are not symmetric, they also share one zero point. A group is the
-whole tensor, or the elements whose indices differ only in the dimensions `dim`, or a block of up to `block_size`
-neighbours along the last dimension.
+return the same bits. `amp_kernels.quantize_int8` explains the groups of elements that share a scale.
 
 Random numbers come from Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
 """
@@ -13,6 +9,7 @@ Random numbers come from Philox4x32-10 (Salmon et al. 2011, "Parallel random num
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,8 +30,7 @@ def quantize_int8(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Quantize a tensor in plain torch: the specification of `amp_kernels.quantize_int8`.
 
-    It takes the arguments of `amp_kernels.quantize_int8`. Codes are rounded to nearest even, or stochastically if a
-    `seed` is given.
+    It takes the arguments of `amp_kernels.quantize_int8`. Rounding is stochastic if a `seed` is given.
 
     Returns:
         The tuple `(values, scale, zero_point)`; `zero_point` is None for symmetric codes.
@@ -99,8 +95,9 @@ def fake_quantize_int8(
         >>> amp_kernels.reference.fake_quantize_int8(torch.tensor([-127.0, 0.4]))[0]
         tensor([-127.,    0.])
     """
-    options = {"dim": dim, "block_size": block_size, "symmetric": symmetric}
-    values, scale, zero_point = quantize_int8(x, **options, scale=scale, zero_point=zero_point)  # type: ignore[arg-type]
+    values, scale, zero_point = quantize_int8(
+        x, dim=dim, block_size=block_size, symmetric=symmetric, scale=scale, zero_point=zero_point
+    )
     result = dequantize_int8(values, scale, zero_point, block_size=block_size, dtype=x.dtype)
     return torch.where(x.isnan(), x, result), scale, zero_point
 
@@ -110,14 +107,12 @@ def straight_through_int8(
 ) -> Tensor:
     """Return the gradient of `fake_quantize_int8` for given scales.
 
-    It is `grad` where the code was not clamped, and 0 elsewhere (Bengio et al. 2013).
+    It is `grad` where the code was not clamped, and 0 elsewhere (Bengio et al. 2013). The other arguments are those of
+    `amp_kernels.reference.dequantize_int8`.
 
     Args:
         grad: Gradient of the result, in the shape of `x`.
         x: The tensor that was quantized.
-        scale: The fp32 scales of its codes.
-        zero_point: The int32 zero points of its codes, or None for symmetric codes.
-        block_size: Length of a group along the last dimension, or None.
 
     Returns:
         The gradient of `x`, in the dtype of `grad`.
@@ -194,7 +189,6 @@ def int8_conv2d(
 ) -> Tensor:
     """Convolve int8 codes in plain torch: the specification of `amp_kernels.int8_conv2d`.
 
-    Each output pixel is a row of `int8_matmul`: the codes of `x` under the kernel, times the codes of the weight.
     The other arguments are those of `amp_kernels.int8_conv2d`.
 
     Args:
@@ -224,18 +218,17 @@ def int8_conv2d(
     )
     # [batch, output height, output width, kernel height, kernel width, channels]
     under = padded[:, rows[:, None, :, None], columns[None, :, None, :]]
-
-    def of_pixels(side: Tensor | None) -> Tensor | None:
-        many = side is not None and side.numel() > 1
-        return side.flatten().repeat_interleave(len(rows) * len(columns)) if side is not None and many else side
-
-    scale = of_pixels(x_scale)
-    assert scale is not None
+    scale, zero_point = (of_pixels(side, len(rows) * len(columns)) for side in (x_scale, x_zero_point))
     out = int8_matmul(
-        under.flatten(0, 2).flatten(1), weight.flatten(1).t(), scale, of_pixels(x_zero_point), weight_scale, None,
-        bias=bias, out_dtype=out_dtype, out_scale=out_scale, out_zero_point=out_zero_point,
+        under.flatten(0, 2).flatten(1), weight.flatten(1).t(), scale, zero_point, weight_scale, None, bias=bias,
+        out_dtype=out_dtype, out_scale=out_scale, out_zero_point=out_zero_point,
     )  # fmt: skip
     return out.reshape(batch, len(rows), len(columns), weight.shape[0])
+
+
+def of_pixels(side: Any, pixels: int) -> Any:
+    """Return scales or zero points with one element for each output pixel, if there is one for each image."""
+    return side if side is None or side.numel() == 1 else side.flatten().repeat_interleave(pixels)
 
 
 def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -268,8 +261,7 @@ def _affine(
     If the group has a NaN or inf, or if ``1 / scale`` is not finite, the inverse is set to 0, so that all codes are 0.
     """
     grouped = _blocks(x, block_size).float()
-    dims = tuple(dim or range(x.dim()))
-    dims = (-1,) if block_size is not None else dims
+    dims = tuple(dim or range(x.dim())) if block_size is None else (-1,)
     if x.numel() == 0:  # a group without elements gets the same scale as a group of zeros
         reduced = {d % grouped.dim() for d in dims}
         shape = [1 if d in reduced else n for d, n in enumerate(grouped.shape)]
@@ -280,7 +272,8 @@ def _affine(
         magnitude, low, high = (t.squeeze(-1) for t in (magnitude, low, high))
     # The divisors are tensors. If they were Python numbers, torch would multiply a CUDA tensor by their reciprocals,
     # and the results would be rounded differently.
-    scale = magnitude / _like(magnitude, 127) if symmetric else high / _like(high, 255) - low / _like(low, 255)
+    n127, n255 = torch.full_like(magnitude, 127), torch.full_like(magnitude, 255)
+    scale = magnitude / n127 if symmetric else high / n255 - low / n255
     inverse = 1 / scale
     is_finite, usable = magnitude.isfinite(), inverse.isfinite()
     scale = torch.where(is_finite, torch.where(usable, scale, 1.0), torch.nan)
@@ -289,10 +282,6 @@ def _affine(
         return scale, None, inverse
     zero_point = torch.round(-128 - low * inverse).clamp(-128, 127)
     return scale, torch.where(inverse == 0, 0, zero_point).to(torch.int32), inverse
-
-
-def _like(tensor: Tensor, value: float) -> Tensor:
-    return torch.full_like(tensor, value)
 
 
 def _blocks(x: Tensor, block_size: int | None) -> Tensor:

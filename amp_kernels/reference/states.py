@@ -102,9 +102,7 @@ def decode(codes: Tensor, scale: Tensor, code: Code) -> Tensor:
 def to_bf16(x: Tensor, bits: Tensor) -> Tensor:
     """Round fp32 numbers to bf16 at random: up in proportion to the distance from the number below.
 
-    Args:
-        x: fp32.
-        bits: int64, random numbers from 0 to 65535.
+    `bits` are random numbers from 0 to 65535.
     """
     rounded = ((x.view(torch.int32) + bits) >> 16).to(torch.int16).view(torch.bfloat16)
     return torch.where(x.isnan(), torch.nan, rounded)
@@ -115,13 +113,9 @@ def random_bits(numel: int, step: int | Tensor, column: int, device: torch.devic
 
     Element j of a group takes the upper half of ``a * j + b``, modulo 2^32. So the numbers of any two elements of a
     group are independent (Dietzfelbinger 1996; csrc/formulas/states.h). The four Philox words whose counter is the
-    position of the group, with the key ``(step, column)``, are a and b of the first and of the second state.
-
-    Args:
-        numel: Number of elements.
-        step: Number of updates before this one.
-        column: Position of the parameter among the optimizer's parameters on its device.
-        device: Where to make the numbers.
+    position of the group, with the key ``(step, column)``, are a and b of the first and of the second state. `step` is
+    the number of updates before this one, `column` the position of the parameter among the optimizer's parameters on
+    its device.
     """
     words = philox(torch.arange(-(-numel // GROUP), device=device), (step & 0xFFFFFFFF) | column << 32)
     position = torch.arange(GROUP, device=device)

@@ -28,23 +28,18 @@ def update_(
 ) -> None:
     """Update lists of parameters by a formula: the specification of `sgd_`, `rmsprop_` and `adam_` of `amp_kernels`.
 
-    Nothing waits for the device, so every choice that depends on its values is a `torch.where`.
+    Nothing waits for the device, so every choice that depends on its values is a `torch.where`. The other arguments are
+    those of `amp_kernels.sgd_`.
 
     Args:
         formula: The function `formula` of the module `sgd`, `rmsprop` or `adam`. It is called for each parameter:
             ``p, s = formula(p, g, s, hyper, lr, step)``. `p` is the fp32 parameter or master. `g` is the fp32 gradient,
             unscaled, and negated if `hyper.sign` is -1. `s` is the tuple of fp32 states, with None for an absent one.
             `step` is the number of earlier steps.
-        params: fp16, bf16 or fp32 tensors, updated in place.
-        grads: One gradient per parameter, of its shape, in any of the three dtypes.
         states: For each state of the formula, a list of fp32 tensors, updated in place. None or an empty list if the
             state is absent.
-        masters: One tensor per 16-bit parameter, updated in place: its fp32 master, or its int16 remainder.
         hyper: The hyper-parameters of the formula, from `amp_kernels.families`.
-        lr: Learning rate, a number or one fp32 element.
         steps_taken: Number of earlier steps, an int or a 0-dim tensor.
-        grad_scale: One fp32 element; the gradients are divided by it. None for 1.
-        found_inf: One fp32 element. If it is not 0, the call changes nothing.
 
     Examples:
         >>> param, grad = torch.tensor([1.0]), torch.tensor([2.0])

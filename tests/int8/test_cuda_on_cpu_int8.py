@@ -70,7 +70,7 @@ class Problem:
         self.placed = LAYOUTS[layout](self.arena, x)
         self.dim, self.block = dim, block
         self.groups = ops.groups_of(x, None, dim, block)
-        self.plan = ops.Plan.of(self.placed, self.groups)
+        self.plan = ops.Plan.of(self.placed, None, dim, block)
         assert self.plan.walk == self.plan.out, "operators copy other tensors"
 
     def result(self, dtype: torch.dtype) -> Tensor:

@@ -265,7 +265,7 @@ def test_the_layout_has_every_element_in_its_group(view: str, block_size: int | 
     choices = itertools.chain.from_iterable(itertools.combinations(every, n) for n in range(x.dim() + 1))
     for dim in choices if block_size is None else [None]:
         groups = ops.groups_of(x, None, dim, block_size)
-        plan = ops.Plan.of(x, groups)
+        plan = ops.Plan.of(x, None, dim, block_size)
         assert plan.layout is not None, "a copy in which groups are rows fits"
         # Scales that hold their own offsets, and codes that hold the number of their group.
         scales = torch.arange(math.prod(groups.scale_shape)).as_strided(groups.scale_shape, plan.scale)
@@ -300,7 +300,7 @@ PERMUTED = torch.zeros(2, 9, 3, 8).transpose(1, 2)  # dense [B, H, T, D]
     ids=lambda value: f"{tuple(value.shape)}-{value.stride()}" if isinstance(value, Tensor) else str(value),
 )
 def test_three_axes(x: Tensor, dim: tuple[int, ...] | None, block: int | None, layout: tuple[int, ...]) -> None:
-    plan = ops.Plan.of(x, ops.groups_of(x, None, dim, block))
+    plan = ops.Plan.of(x, None, dim, block)
     assert plan.out == plan.walk == x.stride() and plan.layout == layout
 
 
@@ -315,7 +315,7 @@ def test_three_axes(x: Tensor, dim: tuple[int, ...] | None, block: int | None, l
     ids=lambda value: f"{tuple(value.shape)}-{value.stride()}" if isinstance(value, Tensor) else str(value),
 )
 def test_more_than_three_axes_are_copied(x: Tensor, dim: tuple[int, ...] | None, block: int | None) -> None:
-    plan = ops.Plan.of(x, ops.groups_of(x, None, dim, block))
+    plan = ops.Plan.of(x, None, dim, block)
     assert plan.out == x.stride() != plan.walk and plan.layout is not None
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import amp_kernels
-from amp_kernels import padding, testing, torch_private
+from amp_kernels import testing, torch_private
 from amp_kernels.testing import matmul as cases
 
 OPS = torch.ops.amp_kernels
@@ -487,7 +487,7 @@ def test_pad_to_multiple() -> None:
 def test_what_can_be_loaded_16_bytes_at_a_time(view: Callable[[], Tensor], expected: bool) -> None:
     x = view()
     memory = torch.empty(x.untyped_storage().nbytes() // x.element_size(), dtype=torch.float16)
-    assert padding.is_aligned(memory.as_strided(x.shape, x.stride(), x.storage_offset())) is expected
+    assert FAMILY.is_aligned(memory.as_strided(x.shape, x.stride(), x.storage_offset())) is expected
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -671,6 +671,6 @@ def test_inference_sees_every_write_to_a_weight(double: Any) -> None:
 @torch.no_grad()
 def test_a_weight_in_padded_storage_is_not_copied() -> None:
     layer = amp_kernels.nn.Linear(9, 5, dtype=torch.bfloat16)
-    assert not padding.is_aligned(layer.weight)
+    assert not FAMILY.is_aligned(layer.weight)
     layer.weight = torch.nn.Parameter(amp_kernels.pad_to_multiple(layer.weight.data))
-    assert padding.is_aligned(layer.weight)
+    assert FAMILY.is_aligned(layer.weight)

@@ -230,7 +230,7 @@ def test_what_does_not_fit(device):
 
 def test_what_has_a_state_follows_no_remainders(device: torch.device) -> None:
     average, weight = torch.zeros(4, device=device), torch.zeros(4, dtype=torch.float16, device=device)
-    states, remainders = {"momentum_buffers": [torch.zeros_like(average)]}, [weight.to(torch.int16)]
+    states, remainders = [[torch.zeros_like(average)]], [weight.to(torch.int16)]
     options = {"momentum": 0.9, "dampening": 0.0, "weight_decay": 1.0, "nesterov": False, "maximize": True}
     with pytest.raises(ValueError, match=r"^sgd_: grad_remainders must be None if the update has states, got the s"):
         update(
