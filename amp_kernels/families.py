@@ -9,24 +9,15 @@ The name of a family is also the name of its files:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from . import reference
 from .reference.states import MOMENTUM, SECOND_MOMENT, Code
 from .reference.update import States
-
-
-class HyperType(Protocol):
-    """A type of hyper-parameters: a NamedTuple of floats, in the order in which kernels read them."""
-
-    def __call__(self, *columns: Any) -> Any:
-        """Make the tuple from its values."""
-
-    def of(self, options: Mapping[str, Any]) -> tuple[float, ...]:
-        """Make the tuple from the options of an optimizer."""
 
 
 class Family(NamedTuple):
@@ -40,7 +31,8 @@ class Family(NamedTuple):
         codes: How each state is stored in 8 bits. None for a state that is always fp32; it is the last one.
         optional: How many states are optional. They are the last ones in `states`. The options of the optimizer decide
             whether a parameter has them.
-        hyper: Type of the hyper-parameters, which do not include the learning rate.
+        hyper: Type of the hyper-parameters, without the learning rate: a NamedTuple of floats in the order in which
+            kernels read them. `hyper_of` explains the names of its fields.
         formula: The formula in plain torch. `reference.update_` explains its arguments.
     """
 
@@ -49,7 +41,7 @@ class Family(NamedTuple):
     states: tuple[str, ...]
     codes: tuple[Code | None, ...]
     optional: int
-    hyper: HyperType
+    hyper: type[Any]
     formula: Callable[..., tuple[Tensor, States]]
 
     def coded(self, names: Sequence[str | None]) -> int:
@@ -68,9 +60,23 @@ class Family(NamedTuple):
             bits |= (name is not None and code is not None and not (code is SECOND_MOMENT and has_third)) << k
         return bits
 
+    def hyper_of(self, options: Mapping[str, Any]) -> Any:
+        """Return the hyper-parameters for the options of an optimizer.
 
-def _sign(options: Mapping[str, Any]) -> float:
-    return -1.0 if options["maximize"] else 1.0
+        A field has the name of an option. A field `one_minus_x` is 1 minus the option x. `sign` is -1 if `maximize` is
+        set, and 1 otherwise. `beta1` and `beta2` are the two numbers in `betas`.
+        """
+        values = {**options, "sign": -1.0 if options["maximize"] else 1.0}
+        if "betas" in options:
+            values["beta1"], values["beta2"] = options["betas"]
+        columns = _columns(self.hyper)
+        return self.hyper(*[1.0 - float(values[x]) if is_rest else float(values[x]) for x, is_rest in columns])
+
+
+@functools.cache
+def _columns(hyper: type[Any]) -> list[tuple[str, bool]]:
+    """Returns the option that each field is made from, and whether the field is 1 minus this option."""
+    return [(field.removeprefix("one_minus_"), field.startswith("one_minus_")) for field in hyper._fields]
 
 
 # ---------------------------------------------------------------------------------------------------------------- SGD
@@ -82,17 +88,6 @@ class SgdHyper(NamedTuple):
     weight_decay: float
     nesterov: float
     sign: float
-
-    @classmethod
-    def of(cls, options: Mapping[str, Any]) -> SgdHyper:
-        """Make the tuple from the options of an optimizer."""
-        return cls(
-            float(options["momentum"]),
-            1.0 - options["dampening"],
-            float(options["weight_decay"]),
-            float(options["nesterov"]),
-            _sign(options),
-        )
 
 
 SGD = Family("sgd", ("dampening",), ("momentum_buffer",), (MOMENTUM,), 1, SgdHyper, reference.sgd.formula)
@@ -108,18 +103,6 @@ class RmspropHyper(NamedTuple):
     weight_decay: float
     sign: float
     momentum: float
-
-    @classmethod
-    def of(cls, options: Mapping[str, Any]) -> RmspropHyper:
-        """Make the tuple from the options of an optimizer."""
-        return cls(
-            float(options["alpha"]),
-            1.0 - options["alpha"],
-            float(options["eps"]),
-            float(options["weight_decay"]),
-            _sign(options),
-            float(options["momentum"]),
-        )
 
 
 RMSPROP = Family(
@@ -138,19 +121,6 @@ class AdamHyper(NamedTuple):
     weight_decay: float
     sign: float
     decoupled_weight_decay: float
-
-    @classmethod
-    def of(cls, options: Mapping[str, Any]) -> AdamHyper:
-        """Make the tuple from the options of an optimizer."""
-        beta1, beta2 = options["betas"]
-        return cls(
-            1.0 - float(beta1),
-            1.0 - float(beta2),
-            float(options["eps"]),
-            float(options["weight_decay"]),
-            _sign(options),
-            float(options["decoupled_weight_decay"]),
-        )
 
 
 ADAM = Family(

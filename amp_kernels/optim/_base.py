@@ -404,7 +404,7 @@ class FusedOptimizer(WithCheckpoints):
             if not self._refresh(writes):
                 raise RuntimeError(f"{type(self).__name__}.step: parameters changed while the step was prepared")
         assert self._plans is not None
-        hyper = [Hyper(self._family.hyper.of(group), group["lr"]) for group in self.param_groups]
+        hyper = [Hyper(self._family.hyper_of(group), group["lr"]) for group in self.param_groups]
         plans = [plan for plan in self._plans if of_all or plan.written]
         for plan in plans:
             plan.set_hyper(hyper)
