@@ -41,7 +41,7 @@ class Family(NamedTuple):
     states: tuple[str, ...]
     codes: tuple[Code | None, ...]
     optional: int
-    hyper: type[Any]
+    hyper: Any
     formula: Callable[..., tuple[Tensor, States]]
 
     def coded(self, names: Sequence[str | None]) -> int:
@@ -74,7 +74,7 @@ class Family(NamedTuple):
 
 
 @functools.cache
-def _columns(hyper: type[Any]) -> list[tuple[str, bool]]:
+def _columns(hyper: Any) -> list[tuple[str, bool]]:
     """Returns the option that each field is made from, and whether the field is 1 minus this option."""
     return [(field.removeprefix("one_minus_"), field.startswith("one_minus_")) for field in hyper._fields]
 

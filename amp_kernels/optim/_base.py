@@ -23,10 +23,9 @@ from .. import backends
 from ..functional.unscale import grad_norm, to_device, total_norm
 from ..ops.table import DTYPE_CODES, RECORD
 from ._checkpoints import WithCheckpoints
-from ._options import check_max_grad_norm, check_options, check_params, check_state_dtype, restored
 from ._plan import Column, Hyper, Members, NativePlan, Plan, capturing
 from ._reference_plan import ReferencePlan
-from ._stored import storages
+from ._state import check_max_grad_norm, check_options, check_params, check_state_dtype, restored, storages
 from ._sweep import sweep
 from ._tensors import check_parameter, dense, local
 from ._wrappers import caller, is_in_wrappers_of_torch, wrapped
