@@ -370,17 +370,14 @@ class WithCheckpoints(WithState):
             self._load_master(name, param, saved["master"])
         if not param.requires_grad and saved.keys() <= {"master"}:
             return
-        self._fit_state(name, param, group)
-        state = self.state[param]
-        used = {stored.name: stored for stored in self._stored(param, group)}
+        state, used = self.state[param], {stored.name: stored for stored in self._stored(param, group)}
         for key, code in zip(self._family.states, self._family.codes, strict=True):
             value = value_of(saved, key, code)
             if value is not None:
                 # A state that is not needed with the present options is kept too, since these may be changed back.
                 store(state, used.get(key, Stored(key, torch.float32, code)), param, value)
-        first = self._set_at_first_step
-        is_set = first not in used or any(saved.get(key) is not None for key in keys_of(first))
-        state["step"].fill_(int(self._steps_in(saved)) if is_set else 0)  # 0: the next step sets the buffer
+        state["step"] = int(self._steps_in(saved))
+        self._fit_state(name, param, group)  # makes the states that are missing
 
 
 def _lacks_bits(param: Tensor, master: Tensor | None) -> bool:

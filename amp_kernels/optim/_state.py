@@ -63,6 +63,7 @@ class Stored(NamedTuple):
     code: Code | None
 
 
+@functools.cache
 def keys_of(name: str) -> tuple[str, str, str]:
     """Returns the keys under which a state may be stored: its own name, and those of its codes and scales."""
     return name, f"{name}_codes", f"{name}_scale"
@@ -122,12 +123,12 @@ def is_stored(state: Mapping[str, Any], stored: Stored, target: Tensor) -> bool:
         if not is_usable or scales.device != target.device:
             return False
     is_array = isinstance(array, Tensor) and is_laid_out(local(array), target, dtype)
-    return is_array and not any(key in state for key in others)
+    return is_array and state.keys().isdisjoint(others)
 
 
 def value_of(state: Mapping[str, Any], name: str, code: Code | None) -> Tensor | None:
     """Returns a state as a floating-point tensor. None if there is no such state."""
-    value, codes, scale = (state.get(key) for key in keys_of(name))
+    value, codes, scale = map(state.get, keys_of(name))
     # A state is used even if there are codes: a step keeps only one of them, so other code has set the state.
     if value is not None or codes is None or scale is None or code is None:
         return value
@@ -317,15 +318,14 @@ class WithState(torch.optim.Optimizer):
             self._check_state(name, "master", param, state["master"])
         for stored in states:
             own, codes, scale = keys_of(stored.name)
-            if own == "remainder" and _was_pruned(param, state.get(own)):
+            if is_stored(state, stored, target) or (own == "remainder" and _was_pruned(param, state.get(own))):
                 continue
             if state.get(own) is not None:
                 self._check_state(name, own, param, state[own])
             elif state.get(codes) is not None or state.get(scale) is not None:
                 self._check_codes(name, stored, param, state)
-            if not is_stored(state, stored, target):
-                for key in (own, codes, scale):
-                    self._check_own(name, key, state.get(key))
+            for key in (own, codes, scale):
+                self._check_own(name, key, state.get(key))
 
     def _check_codes(self, name: str, stored: Stored, param: Tensor, state: dict[str, Any]) -> None:
         """Raises an error if the codes and scales of a state do not belong to a parameter."""
