@@ -175,13 +175,10 @@ class GradScaler(torch.amp.GradScaler):
 
     Formula: dynamic loss scaling (Micikevicius et al. 2018), as in `torch.amp.GradScaler`.
 
-    The step of a fused optimizer (one of `amp_kernels.optim`) first checks the gradients for NaN and inf, and the
-    device decides whether to skip. The step does not write the gradients, so they are still scaled after it. To read
-    them unscaled, call `unscale_` before `step`. fp16 and bf16 gradients are accepted.
-
-    With any other optimizer this class works like torch's scaler. It waits for the device once per step, except for
-    torch's optimizers with `fused=True`. The same holds for a fused optimizer whose `step` is overridden, or wrapped by
-    code outside of torch, or whose parameters belong to FSDP1. The guide to loss scaling lists the warnings.
+    The step of a fused optimizer does not write the gradients, so they are still scaled after it. To read them
+    unscaled, call `unscale_` before `step`. fp16 and bf16 gradients are accepted. With any other optimizer, or a fused
+    one whose step is overridden or wrapped by code outside of torch, or whose parameters belong to FSDP1, this class
+    works like torch's scaler. The guide to loss scaling has the details, and lists the warnings.
 
     The other arguments are those of `torch.amp.GradScaler`.
 
@@ -191,10 +188,9 @@ class GradScaler(torch.amp.GradScaler):
             scale of 65536 always overflows, because the gradient of the loss is the scale, and fp16 ends at 65504.
         hysteresis: The first `hysteresis - 1` overflows in a row do not reduce the scale. Every further overflow in a
             row reduces it, as in Apex. A step without overflow starts the count again.
-        process_group: A group of ranks that skip steps together. If one of them finds NaN or inf, all of them skip the
-            step. Every rank must call `step` (or `unscale_`) for the same optimizers in the same order. A rank without
-            a gradient must do so too. No group is needed for DTensors, or if gradients are averaged over the ranks
-            (DistributedDataParallel). A scaler with a group cannot be copied or pickled.
+        process_group: A group of ranks that skip steps together. Every rank must call `step` (or `unscale_`) for the
+            same optimizers in the same order, even without a gradient. No group is needed for DTensors, or if gradients
+            are averaged over the ranks (DistributedDataParallel). A scaler with a group cannot be copied or pickled.
 
     Raises:
         TypeError: An argument has a wrong type.

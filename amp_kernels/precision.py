@@ -9,8 +9,10 @@ before a sampled step and removed after it, and the optimizer itself counts the 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 from weakref import ref
@@ -44,6 +46,10 @@ _BIAS = 127  # column e of the counts holds magnitudes from 2^(e - 127) on
 _SUBNORMAL = {torch.float16: _BIAS - 14, torch.bfloat16: 1, torch.float32: 1}  # columns below this one, without zeros
 _LOST_IN_FP16 = _BIAS - 25
 _FP16_MAX = 65504.0
+# The figures that `as_dict` returns for each row.
+_FIGURES = (
+    "zeros", "subnormal", "underflow", "lost_in_fp16", "nonfinite", "largest", "norm", "headroom", "lost_updates",
+)  # fmt: skip
 # From which figures on `advice` mentions a row.
 _LEAST_UNDERFLOW = 0.05
 _LEAST_LOST = 0.5
@@ -151,9 +157,10 @@ class Row(NamedTuple):
 class _Counts:
     """Results of `count_exponents_` on one device, with a row for each name."""
 
-    def __init__(self, kind: str, names: Sequence[str], device: torch.device) -> None:
-        self.kind, self.names = kind, names
-        self.dtypes: list[torch.dtype | None] = [None] * len(names)
+    def __init__(
+        self, kind: str, names: Sequence[str], dtypes: Sequence[torch.dtype | None], device: torch.device
+    ) -> None:
+        self.kind, self.names, self.dtypes = kind, names, dtypes  # a dtype is None if there is nothing to count
         self.counts = torch.zeros(len(names), COLUMNS, dtype=torch.int64, device=device)
         self.largest = torch.zeros(len(names), dtype=torch.float32, device=device)
         self.squares = torch.zeros(len(names), dtype=torch.float64, device=device)
@@ -182,32 +189,25 @@ class _Sample:
     def of_layers(self, kind: str, tensor: Tensor) -> _Counts:
         key = kind, tensor.device, tensor.dtype
         if key not in self._of_layers:
-            self._of_layers[key] = counts = _Counts(kind, self.layers, tensor.device)
-            counts.dtypes = [tensor.dtype] * len(self.layers)
-            self.counts.append(counts)
+            self._of_layers[key] = _Counts(kind, self.layers, [tensor.dtype] * len(self.layers), tensor.device)
+            self.counts.append(self._of_layers[key])
         return self._of_layers[key]
 
     def rows(self) -> list[Row]:
         """Returns the rows, in the order of the model. Rows of one name and dtype are added up."""
         merged: dict[tuple[str, str, torch.dtype], list[Any]] = {}
         for counts in self.counts:
-            exponents, largest, squares = counts.counts.cpu(), counts.largest.tolist(), counts.squares.tolist()
-            updates = counts.updates.tolist()
-            for t, name in enumerate(counts.names):
-                dtype = counts.dtypes[t]
-                if dtype is None or not exponents[t].any():
-                    continue
-                sums = merged.setdefault((counts.kind, name, dtype), [torch.zeros_like(exponents[t]), 0.0, 0.0, 0, 0])
-                sums[0] += exponents[t]
-                sums[1] = max(sums[1], largest[t])
-                sums[2:] = sums[2] + squares[t], sums[3] + updates[t][0], sums[4] + updates[t][1]
+            figures = counts.counts.cpu(), counts.largest.tolist(), counts.squares.tolist(), counts.updates.tolist()
+            counted: Any = zip(counts.names, counts.dtypes, *figures, strict=True)
+            for name, dtype, exponents, largest, squares, (changed, lost) in counted:
+                if dtype is not None and exponents.any():
+                    sums = merged.setdefault((counts.kind, name, dtype), [0, 0.0, 0.0, 0, 0])
+                    sums[0] = sums[0] + exponents
+                    sums[1] = max(sums[1], largest)
+                    sums[2:] = sums[2] + squares, sums[3] + changed, sums[4] + lost
         in_fp16 = {name for kind, name, dtype in merged if kind == ACTIVATION_GRAD and dtype is torch.float16}
-        dtypes: dict[tuple[str, str], int] = {}
-        for kind, name, _ in merged:
-            dtypes[kind, name] = dtypes.get((kind, name), 0) + 1
-        rows, divisor = [], 1.0
-        if self.is_divided and self.scale is not None:
-            divisor = self.scale.item()
+        dtypes = Counter((kind, name) for kind, name, _ in merged)
+        rows, divisor = [], self.scale.item() if self.is_divided and self.scale is not None else 1.0
         for (kind, name, dtype), (exponents, largest, squares, changed, lost) in merged.items():
             computed_in = dtype
             if kind == WEIGHT_GRAD and (name.rpartition(".")[0] or ROOT) in in_fp16:
@@ -225,10 +225,6 @@ ROOT = "(root)"  # the name of the model itself, if it is a layer
 def _nothing(*_: Any) -> None: ...
 
 
-def _no_hook() -> Callable[..., None]:
-    return _nothing
-
-
 class _Hook:
     """A hook of a module. Copies of the module, and pickles, get a function that does nothing.
 
@@ -244,36 +240,21 @@ class _Hook:
             self._function(output)
 
     def __reduce__(self) -> Any:
-        return _no_hook, ()
+        return functools.partial, (_nothing,)
 
 
 class PrecisionReport:
     """Measures which layers underflow, which overflow, and what the loss scale should be.
 
-    A sampled step counts, for every layer and every parameter of the model:
+    A sampled step counts the exponents of the outputs of every layer (activations), of their gradients in the backward
+    pass, and of the gradient of every parameter, as in figures 2 and 3 of Micikevicius et al. 2018. For each 16-bit
+    parameter it also counts the updates that the weight would lose without its master. A *layer* is a module without
+    submodules, or one with parameters of its own.
 
-    - the outputs of the layer (activations), and their gradients in the backward pass: zeros, subnormal numbers, NaN
-      and inf, the largest magnitude, the norm and a histogram of exponents, as in figures 2 and 3 of Micikevicius et
-      al. 2018;
-    - the same for the gradient of each parameter, as the optimizer's step reads it;
-    - for each 16-bit parameter, the share of updates that are lost if they are added to the 16-bit weight. The fused
-      optimizers do not lose them, because they keep masters.
-
-    There are two ways to sample. `every=100` samples the 100th, the 200th, ... step of the optimizer. A `with` block
-    samples the steps in it.
-
-    A *layer* is a module without submodules, or one with parameters of its own. All counts are exact. They stay on the
-    device, and the host does not wait before a method reads them. With `every` a sample begins after a step and ends
-    with the next one, so it covers all micro-batches of an accumulated step. The counts of a `with` block are added up
-    over its steps. A new sample replaces the last one. Other steps run no code of the report.
-
-    To count lost updates, a sampled step keeps the masters from before the update: 4 bytes for each 16-bit weight.
-
-    In a sampled step the model runs eagerly, since layers in compiled code call no hooks. With `every`, pass the result
-    of `torch.compile` as `model`. In a `with` block all compiled code runs eagerly. Recomputed activations
-    (`torch.utils.checkpoint`) are counted once. Outputs of layers in evaluation mode are counted only if they require a
-    gradient, so that a validation between two steps is not counted. A CUDA graph cannot be sampled, and its replays are
-    not counted as steps. Under FSDP2 each rank reports its own shards.
+    `every=100` samples the 100th, the 200th, ... step of the optimizer. A `with` block samples the steps in it, and
+    adds them up. A new sample replaces the last one. Counts are exact, and stay on the device until a method reads
+    them. In a sampled step the model runs eagerly, and the masters from before the update take 4 bytes for each 16-bit
+    weight. The guide to precision says what the figures mean, and what a report cannot see.
 
     Args:
         model: The model.
@@ -433,11 +414,10 @@ class PrecisionReport:
         for plan in plans:
             members, device = plan.members, plan.device
             own = [names.get(id(p), name) for p, name in zip(members.params, members.names, strict=True)]
-            counts = _Counts(WEIGHT_GRAD, own, device)
-            gradients = [None if p.grad is None else local(p.grad) for p in members.params]
-            counts.dtypes = [None if gradient is None else gradient.dtype for gradient in gradients]
+            dtypes = [None if p.grad is None else p.grad.dtype for p in members.params]
+            counts = _Counts(WEIGHT_GRAD, own, dtypes, device)
             nothing = torch.empty(0, device=device)
-            counts.add(0, [nothing if gradient is None else gradient for gradient in gradients])
+            counts.add(0, [nothing if p.grad is None else local(p.grad) for p in members.params])
             for row, name, param in zip(counts.updates, members.names, members.params, strict=True):
                 if param.grad is not None and param.dtype is not torch.float32:
                     sample.masters.append((row, name, param, self._master(name, param)))
@@ -502,12 +482,7 @@ class PrecisionReport:
         if (scale := self.scale) is not None:
             figures["scale"] = scale
         for row in self.rows():
-            own = {
-                "zeros": row.zeros, "subnormal": row.subnormal, "underflow": row.underflow,
-                "lost_in_fp16": row.lost_in_fp16, "nonfinite": row.nonfinite, "largest": row.largest,
-                "norm": row.norm, "headroom": row.headroom if row.largest > 0 else None,
-                "lost_updates": row.lost_updates,
-            }  # fmt: skip
+            own = {name: getattr(row, name) for name in _FIGURES if name != "headroom" or row.largest > 0}
             figures |= {f"{row.kind}/{row.name}/{name}": x for name, x in own.items() if x is not None}
         return figures
 

@@ -223,12 +223,11 @@ class WithCheckpoints(WithState):
                     self._check_entry(f"{type(self).__name__}.load_state_dict: {{}} of {name}", param, group, entry)
             return {**loaded, "state": {key: entry for key, entry in rest.items() if entry != {}}}
 
-        before = dict(self.__dict__)
-        is_whole = "format" in state_dict
-
         def load(_: torch.optim.Optimizer) -> None:
             self._load_entries(saved, before["state"], is_whole)
 
+        before = dict(self.__dict__)
+        is_whole = "format" in state_dict
         handles = (
             self.register_load_state_dict_pre_hook(set_aside),  # runs after the user's hooks
             self.register_load_state_dict_post_hook(load, prepend=True),
