@@ -33,7 +33,7 @@ __all__ = ["Overflow"]  # GradScaler is public as amp_kernels.GradScaler
 # model, and not from the scale.
 SKIPS_BEFORE_WARNING = 50
 # The torch optimizers whose eps may round to 0 in fp16, and the fused optimizers to use in their place.
-_FUSED_NAMES = {"Adam": "FusedAdam", "AdamW": "FusedAdamW", "RMSprop": "FusedRMSprop"}
+_FUSED_NAMES = {name: f"amp_kernels.optim.Fused{name}" for name in ("Adam", "AdamW", "RMSprop")}
 
 
 def _handles_scaling(optimizer: torch.optim.Optimizer) -> TypeGuard[FusedOptimizer]:
@@ -60,11 +60,7 @@ def _warn_of_eps(optimizer: Any) -> None:
         # With fused=True, an optimizer of torch computes in fp32.
         if vanishes and not group.get("fused") and any(p.dtype is torch.float16 for p in group["params"]):
             name = type(optimizer).__name__
-            ours = (
-                f"amp_kernels.optim.{_FUSED_NAMES[name]}"
-                if name in _FUSED_NAMES
-                else "an optimizer of amp_kernels.optim"
-            )
+            ours = _FUSED_NAMES.get(name, "an optimizer of amp_kernels.optim")
             warnings.warn(
                 f"GradScaler: {name} computes in fp16, the dtype of its parameters; its eps of {eps:g} and the squares "
                 f"of small gradients round to 0 in fp16, so weights become NaN or inf; use {ours}, which computes in "
@@ -109,18 +105,16 @@ class _Rule(NamedTuple):
 
 _MAX_FP32 = torch.finfo(torch.float32).max
 _INT32, _INT64 = 2**31 - 1, 2**63 - 1
-_SCALE = "a finite number of at least 0"
 # Keys are the names in the constructor and in state dicts. The scale is stored as fp32, the trackers as int32, and the
 # count of skipped steps as int64. These dtypes set the largest values.
 _RULES = {
-    "init_scale": _Rule(_SCALE, 0, _MAX_FP32),
-    "scale": _Rule(_SCALE, 0, _MAX_FP32),
-    "new_scale": _Rule(_SCALE, 0, _MAX_FP32),
+    **dict.fromkeys(
+        ("init_scale", "scale", "new_scale", "min_scale"), _Rule("a finite number of at least 0", 0, _MAX_FP32)
+    ),
     "growth_factor": _Rule("a number above 1", math.nextafter(1, 2), math.inf),
     "backoff_factor": _Rule("a number of at least 0 and below 1", 0, math.nextafter(1, 0)),
     "growth_interval": _Rule("an integer", -_INT64, _INT64, True),
     "_growth_tracker": _Rule("an integer of at least 0", 0, _INT32, True),
-    "min_scale": _Rule(_SCALE, 0, _MAX_FP32),
     "max_scale": _Rule("a number above 0", math.ulp(0.0), math.inf),
     "hysteresis": _Rule("an integer of at least 1", 1, _INT32, True),
     "_hysteresis_tracker": _Rule("an integer", -_INT32, _INT32, True),

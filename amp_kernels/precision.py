@@ -1,9 +1,8 @@
 """`PrecisionReport`: which layers of a model underflow, overflow or lose updates, measured in sampled steps.
 
-A sampled step reads every activation and every gradient once more, and counts exponents (`ops/exponents.py`). It also
-compares the masters of 16-bit parameters before the update with those after it, and counts lost updates. The counts
-stay on the device until a method of the report reads them. Other steps run no code of this module: hooks are installed
-before a sampled step and removed after it, and the optimizer itself counts the steps in between.
+A sampled step counts exponents (`ops/exponents.py`), and compares the masters before the update with those after it.
+Other steps run no code of this module: hooks are installed before a sampled step and removed after it, and the
+optimizer itself counts the steps in between.
 """
 
 from __future__ import annotations
@@ -119,11 +118,9 @@ class Row(NamedTuple):
         return self._below(_LOST_IN_FP16)
 
     def _below(self, column: int) -> float:
-        """Returns the share of elements below this column. Zeros are left out.
-
-        Elements of fp32 and bf16 that were divided by the scale are counted as if they were still multiplied by it. In
-        fp16 the division itself has made them subnormal.
-        """
+        """Returns the share of elements below this column. Zeros are left out."""
+        # Elements that were divided by the scale are counted as if they were still multiplied by it, except in fp16,
+        # where the division itself has made them subnormal.
         if self.dtype is not torch.float16 and self.divided_by > 0:
             column -= round(math.log2(self.divided_by))
         return int(self.exponents[: max(column, 0)].sum()) / self.total
@@ -458,13 +455,11 @@ class PrecisionReport:
     def rows(self) -> list[Row]:
         """Return what the last sample counted, the worst rows first. Waits for the device.
 
-        Rows with NaN or inf come first. The others are sorted by `Row.underflow`, then by `Row.lost_in_fp16` and
-        `Row.headroom`.
-
         Returns:
             A list with a `Row` for the outputs of each layer, for their gradients, and for the gradient of each
                 parameter. Layers that did not run, and parameters without a gradient, have none. The list is empty
-                before the first sample.
+                before the first sample. Rows with NaN or inf come first. The others are sorted by `Row.underflow`, then
+                by `Row.lost_in_fp16` and `Row.headroom`.
         """
         rows = [] if self._last is None else self._last.rows()
         return sorted(rows, key=lambda row: (-row.nonfinite, -row.underflow, -row.lost_in_fp16, row.headroom))
@@ -489,12 +484,10 @@ class PrecisionReport:
     def advice(self) -> list[str]:
         """Return a sentence for each layer and parameter whose figures call for a change, the worst first.
 
-        Waits for the device. The sentences follow from these figures: NaN and inf; at least 5 % of the gradients that
-        are not 0 are subnormal in fp16, or all are 0; activations within a factor of 2 of 65504. The last sentence
-        names the parameters that would lose at least half of their updates without masters.
+        Waits for the device.
 
         Returns:
-            A list of sentences.
+            A list of sentences. The guide to precision says which figures call for one.
         """
         rows = self.rows()
         if self.scale is None:
@@ -549,9 +542,8 @@ class PrecisionReport:
     def plot(self, kind: str = "activation_grad") -> Any:
         """Plot the exponents of each layer in the last sample. Needs matplotlib. Waits for the device.
 
-        The left part shows for each layer the share of elements that are 0 or subnormal. The right part is a histogram
-        of exponents for each layer, as a row of colours. Vertical lines mark the range of fp16: its smallest number is
-        2^-24, numbers below 2^-14 are subnormal, and numbers above 65504 become inf.
+        For each layer the left part shows the share of elements that are 0 or subnormal, and the right part a histogram
+        of exponents, as a row of colours. Vertical lines mark the range of fp16.
 
         Args:
             kind: "activation", "activation_grad" or "weight_grad".

@@ -123,8 +123,6 @@ class FusedOptimizer(WithCheckpoints):
         """Adds the options and attributes of a fused optimizer to those that torch's constructor has set."""
         for group in (self.defaults, *self.param_groups):
             group["foreach"], group["fused"] = foreach, fused
-        self.defaults.update(max_grad_norm=max_grad_norm, state_dtype=state_dtype)
-        for group in self.param_groups:
             group.setdefault("max_grad_norm", max_grad_norm)
             group.setdefault("state_dtype", state_dtype)
         self._norm: Tensor | None = None
@@ -164,11 +162,8 @@ class FusedOptimizer(WithCheckpoints):
         """Whether a scaler skipped the last step: a 0-dim bool tensor, on the device of the scaler's verdict.
 
         Making it does not wait for the device, but ``if optimizer.step_was_skipped`` waits for a GPU. Read it before
-        the next step.
-
-        If other code overrides or wraps the step, or holds the optimizer, `torch.amp.GradScaler` skips on the host, and
-        does not tell the optimizer. Then the gradients of the holder are checked for NaN and inf, so read this before
-        `zero_grad`. Shards of gradients (DTensor, FSDP1) are not checked, and such a skip is not seen.
+        the next step, and under `torch.amp.GradScaler` before `zero_grad` if other code overrides or wraps the step, or
+        holds the optimizer. The guide to loss scaling says why, and which skips are not seen.
         """
         found_inf = self._verdict()
         return torch.tensor(False, device="cpu") if found_inf is None else found_inf != 0
@@ -249,7 +244,9 @@ class FusedOptimizer(WithCheckpoints):
         if observer is not None:
             observer._end_step()
         elif self._steps_to_sample > 0:
-            self._count_down()
+            self._steps_to_sample -= 1
+            if self._steps_to_sample == 0 and self._sampler is not None:  # the next step is to be sampled
+                self._sampler._start()
         return loss
 
     @torch.no_grad()
@@ -312,12 +309,6 @@ class FusedOptimizer(WithCheckpoints):
             grad_norm(gradients, found_inf=flag)
         return any_of(flags)
 
-    def _count_down(self) -> None:
-        """Counts a step that is not sampled. If the next one is to be sampled, lets the report prepare for it."""
-        self._steps_to_sample -= 1
-        if self._steps_to_sample == 0 and self._sampler is not None:
-            self._sampler._start()
-
     def _refuse_partial_norm(self) -> None:
         """Raises RuntimeError if this rank holds only a part of the gradients."""
         parts = {
@@ -354,9 +345,8 @@ class FusedOptimizer(WithCheckpoints):
         self._run_gradient_pass(plans, scale, divide=divide, write=write, clear=True)
         found_inf = self._agree_over_meshes([plan.found_inf for plan in plans])
         # Step hooks may change gradients after this pass. The step then reads the tensors again. As in torch, gradients
-        # from hooks are not checked for NaN and inf. There is one exception: if `max_grad_norm` is set, the step runs a
-        # second gradient pass. If this pass finds NaN or inf, it sets `Plan.found_inf`, and parameters on one device
-        # skip the step.
+        # from hooks are not checked for NaN and inf, except if `max_grad_norm` is set: then the step runs a second
+        # gradient pass. If this pass finds NaN or inf, it sets `Plan.found_inf`, and parameters on one device skip.
         is_hooked = self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks
         return Verdict(None if write else scale, found_inf, None if write or is_hooked else plans)
 

@@ -152,8 +152,8 @@ class WithCheckpoints(WithState):
     def _dtypes_before_fp32(self) -> dict[Tensor, torch.dtype]:
         """Guesses the 16-bit dtypes that fp32 parameters with a remainder had before a cast such as ``model.float()``.
 
-        Remainders are int16 for fp16 and bf16 alike, so the guess is made from the weights. One in eight random fp16
-        numbers is also a bf16 number, so an fp16 parameter with many different values does not look like bf16. One with
+        Remainders are int16 for fp16 and bf16 alike, so the guess is made from the weights. An fp16 parameter with many
+        different values does not look like bf16, since one in eight random fp16 numbers is also a bf16 number. One with
         few values counts as bf16 only if all fp32 parameters with a remainder look like bf16.
         """
         of_fp32 = (p for _, _, p in self._named_parameters() if p.dtype is torch.float32)
@@ -168,14 +168,10 @@ class WithCheckpoints(WithState):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of the matching torch optimizer.
 
-        Masters are loaded in fp32, whatever the dtype of the parameters is. If the state dict has none, as for fp32
-        parameters, the optimizer keeps the masters that it has. There is one exception: if an optimizer of this class
-        saved the state dict, and had no state yet, the weights become the masters. If a torch state dict lacks a state,
-        that state starts as in a new optimizer.
-
-        If weights were saved in bf16 and are loaded in fp16, or the other way round, the loaded masters may differ by
-        up to one unit in the last place of bf16. For weights closer to 0 than 2^-14 the difference may be larger. To
-        keep all bits, use `load_fp32_state_dict`.
+        If the state dict has no masters, as for fp32 parameters, the optimizer keeps the masters that it has. But if an
+        optimizer of this class saved the state dict, and had no state yet, the weights become the masters. If a torch
+        state dict lacks a state, that state starts as in a new optimizer. To change from fp16 to bf16, or the other way
+        round, use `load_fp32_state_dict`, since the masters that are loaded here would lose bits.
 
         Args:
             state_dict: What `state_dict()` returned.

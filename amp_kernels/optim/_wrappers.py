@@ -1,12 +1,4 @@
-"""Finds out whether other code wraps an optimizer, or its step.
-
-Wrappers have no common mark, so each kind is found in its own way:
-
-- The wrapper of an optimizer has the optimizer in one of its attributes, perhaps in a list, tuple or dict (`wrapped`,
-  `with_wrapped`).
-- The wrapper of a step is a function. Its module tells whether it belongs to torch (`is_in_wrappers_of_torch`).
-- ZeroRedundancyOptimizer, and the scaler that reads an attribute, are on the call stack (`caller`).
-"""
+"""Finds out whether other code wraps an optimizer, or its step. Wrappers have no common mark."""
 
 from __future__ import annotations
 
@@ -115,7 +107,10 @@ def is_in_wrappers_of_torch(step: Any, ours: Any) -> bool:
 
 
 def caller(module: str, most: int = sys.maxsize) -> FrameType | None:
-    """Returns the innermost function of `module` on the call stack, or None if the `most` last calls have none."""
+    """Returns the innermost function of `module` on the call stack, or None if the `most` last calls have none.
+
+    ZeroRedundancyOptimizer, and the scaler that reads an attribute, can be found only in this way.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") != module:
         most -= 1

@@ -21,22 +21,20 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):  # type: ignore[override]
     them. If a scaler (`amp_kernels.GradScaler`, or `torch.amp.GradScaler`, which is slower) finds NaN or inf, the step
     changes nothing. The guide to optimizers explains masters, clipping, states of 8 bits and steps of your own.
 
-    The other arguments are those of `torch.optim.SGD`.
+    The other arguments are those of `torch.optim.SGD`. `foreach` and `fused` have no effect, and `differentiable` must
+    be False.
 
     Args:
         params: Parameters, parameter groups or named parameters, as in torch: fp32, fp16 and bf16 in any mix.
         lr: Learning rate. An fp32 tensor on the parameters' device is read there at every step.
-        foreach: Has no effect.
-        differentiable: Must be False.
-        fused: Has no effect.
         max_grad_norm: Clip the global L2 norm of the gradients to this value inside the step (Pascanu et al. 2013). The
             gradients are not written. `math.inf` measures the norm (see `grad_norm`) and clips nothing. An option of
             every parameter group, with the same value in all groups.
         state_dtype: How states are stored: in torch.float32, torch.bfloat16 (2 bytes for each element of a state) or
-            torch.int8 (1 byte, and an fp32 scale for every 128 elements). A name such as "int8" will do. New states are
-            rounded at random. A parameter with fewer than 4,096 elements has fp32 states. In int8,
-            `optimizer.state[parameter]` has the keys "momentum_buffer_codes" and "momentum_buffer_scale". An option of
-            every parameter group, which `load_state_dict` does not change.
+            torch.int8 (1 byte, and an fp32 scale for every 128 elements). A name such as "int8" will do. A parameter
+            with fewer than 4,096 elements has fp32 states. In int8, `optimizer.state[parameter]` has the keys
+            "momentum_buffer_codes" and "momentum_buffer_scale". An option of every parameter group, which
+            `load_state_dict` does not change.
 
     Raises:
         ValueError: An argument is out of its range.
