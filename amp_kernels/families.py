@@ -29,8 +29,8 @@ class Family(NamedTuple):
             family.
         states: Names of the states, in the order of their rows in the kernels' table (csrc/table.h).
         codes: How each state is stored in 8 bits. None for a state that is always fp32; it is the last one.
-        optional: How many states are optional. They are the last ones in `states`. The options of the optimizer decide
-            whether a parameter has them.
+        optional: For each optional state, the option that decides whether a parameter has it. The optional states are
+            the last ones in `states`.
         hyper: Type of the hyper-parameters, without the learning rate: a NamedTuple of floats in the order in which
             kernels read them. `hyper_of` explains the names of its fields.
         formula: The formula in plain torch. `reference.update_` explains its arguments.
@@ -40,7 +40,7 @@ class Family(NamedTuple):
     options: tuple[str, ...]
     states: tuple[str, ...]
     codes: tuple[Code | None, ...]
-    optional: int
+    optional: tuple[str, ...]
     hyper: Any
     formula: Callable[..., tuple[Tensor, States]]
 
@@ -90,7 +90,9 @@ class SgdHyper(NamedTuple):
     sign: float
 
 
-SGD = Family("sgd", ("dampening",), ("momentum_buffer",), (MOMENTUM,), 1, SgdHyper, reference.sgd.formula)
+SGD = Family(
+    "sgd", ("dampening",), ("momentum_buffer",), (MOMENTUM,), ("momentum",), SgdHyper, reference.sgd.formula
+)  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------------------ RMSprop
@@ -106,8 +108,8 @@ class RmspropHyper(NamedTuple):
 
 
 RMSPROP = Family(
-    "rmsprop", ("alpha", "momentum"), ("square_avg", "momentum_buffer", "grad_avg"), (SECOND_MOMENT, MOMENTUM, None), 2,
-    RmspropHyper, reference.rmsprop.formula,
+    "rmsprop", ("alpha", "momentum"), ("square_avg", "momentum_buffer", "grad_avg"), (SECOND_MOMENT, MOMENTUM, None),
+    ("momentum", "centered"), RmspropHyper, reference.rmsprop.formula,
 )  # fmt: skip
 
 
@@ -124,8 +126,8 @@ class AdamHyper(NamedTuple):
 
 
 ADAM = Family(
-    "adam", ("amsgrad",), ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), (MOMENTUM, SECOND_MOMENT, None), 1, AdamHyper,
-    reference.adam.formula,
+    "adam", ("amsgrad",), ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), (MOMENTUM, SECOND_MOMENT, None), ("amsgrad",),
+    AdamHyper, reference.adam.formula,
 )  # fmt: skip
 
 FAMILIES = {family.name: family for family in (SGD, RMSPROP, ADAM)}

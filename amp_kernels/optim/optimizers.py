@@ -12,6 +12,11 @@ from ..families import ADAM, RMSPROP, SGD
 from ._base import FusedOptimizer
 
 
+def _given(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a constructor, without `self`. `arguments` are its `locals()`."""
+    return {name: value for name, value in arguments.items() if name not in ("self", "__class__")}
+
+
 class FusedSGD(FusedOptimizer, torch.optim.SGD):  # type: ignore[override]
     """`torch.optim.SGD` as one fused kernel, with fp32 masters for fp16 and bf16 parameters.
 
@@ -68,14 +73,7 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):  # type: ignore[override]
         max_grad_norm: float | None = None,
         state_dtype: torch.dtype | str = torch.float32,
     ) -> None:
-        super().__init__(
-            params, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov,
-            maximize=maximize, max_grad_norm=max_grad_norm, state_dtype=state_dtype, foreach=foreach, fused=fused,
-            differentiable=differentiable,
-        )  # fmt: skip
-
-    def _state_names(self, group: dict[str, Any]) -> tuple[str | None, ...]:
-        return ("momentum_buffer" if group["momentum"] != 0 else None,)
+        super().__init__(**_given(locals()))
 
 
 class FusedRMSprop(FusedOptimizer, torch.optim.RMSprop):
@@ -120,19 +118,7 @@ class FusedRMSprop(FusedOptimizer, torch.optim.RMSprop):
         max_grad_norm: float | None = None,
         state_dtype: torch.dtype | str = torch.float32,
     ) -> None:
-        super().__init__(
-            params, lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum, centered=centered,
-            capturable=capturable, maximize=maximize, max_grad_norm=max_grad_norm, state_dtype=state_dtype,
-            foreach=foreach, fused=fused,
-            differentiable=differentiable,
-        )  # fmt: skip
-
-    def _state_names(self, group: dict[str, Any]) -> tuple[str | None, ...]:
-        return (
-            "square_avg",
-            "momentum_buffer" if group["momentum"] > 0 else None,
-            "grad_avg" if group["centered"] else None,
-        )
+        super().__init__(**_given(locals()))
 
 
 class FusedAdam(FusedOptimizer, torch.optim.Adam):  # type: ignore[override]
@@ -176,15 +162,7 @@ class FusedAdam(FusedOptimizer, torch.optim.Adam):  # type: ignore[override]
         max_grad_norm: float | None = None,
         state_dtype: torch.dtype | str = torch.float32,
     ) -> None:
-        super().__init__(
-            params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, maximize=maximize,
-            capturable=capturable, decoupled_weight_decay=decoupled_weight_decay, max_grad_norm=max_grad_norm,
-            state_dtype=state_dtype, foreach=foreach, fused=fused,
-            differentiable=differentiable,
-        )  # fmt: skip
-
-    def _state_names(self, group: dict[str, Any]) -> tuple[str | None, ...]:
-        return "exp_avg", "exp_avg_sq", "max_exp_avg_sq" if group["amsgrad"] else None
+        super().__init__(**_given(locals()))
 
 
 class FusedAdamW(FusedOptimizer, torch.optim.AdamW):  # type: ignore[override]
@@ -221,10 +199,4 @@ class FusedAdamW(FusedOptimizer, torch.optim.AdamW):  # type: ignore[override]
         max_grad_norm: float | None = None,
         state_dtype: torch.dtype | str = torch.float32,
     ) -> None:
-        super().__init__(
-            params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, maximize=maximize,
-            capturable=capturable, max_grad_norm=max_grad_norm, state_dtype=state_dtype, foreach=foreach, fused=fused,
-            differentiable=differentiable,
-        )  # fmt: skip
-
-    _state_names = FusedAdam._state_names
+        super().__init__(**_given(locals()))
