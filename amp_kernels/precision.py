@@ -293,8 +293,8 @@ class PrecisionReport:
         self._last: _Sample | None = None
         self._undo = contextlib.ExitStack()  # removes hooks
         self._in_block = False
+        self._wait()
         if every is not None:
-            self._wait()
             inner._sampler = self
 
     # -------------------------------------------------------------------------------------------------- sampling
@@ -311,8 +311,7 @@ class PrecisionReport:
     def __exit__(self, *exception: object) -> None:
         self._in_block = False
         self._finish()
-        if self._every is not None:
-            self._wait()
+        self._wait()
 
     def close(self) -> None:
         """Stop sampling, and remove all hooks. The last sample stays readable. `with` blocks still work."""
@@ -322,11 +321,11 @@ class PrecisionReport:
             self._optimizer._sampler, self._optimizer._steps_to_sample = None, 0
 
     def _wait(self) -> None:
-        """Lets the optimizer count the steps until the next sample."""
-        assert self._every is not None
+        """Lets the optimizer count the steps until the next sample, if there is one outside of `with` blocks."""
         if self._every == 1:
             self._start()
-        self._optimizer._steps_to_sample = self._every - 1
+        if self._every is not None:
+            self._optimizer._steps_to_sample = self._every - 1
 
     def _start(self) -> None:
         """Begins a sample: installs hooks."""
@@ -417,16 +416,13 @@ class PrecisionReport:
             counts.add(0, [nothing if p.grad is None else local(p.grad) for p in members.params])
             for row, name, param in zip(counts.updates, members.names, members.params, strict=True):
                 if param.grad is not None and param.dtype is not torch.float32:
-                    sample.masters.append((row, name, param, self._master(name, param)))
+                    sample.masters.append((row, name, param, local(self._optimizer._master(name, param))))
             sample.counts.append(counts)
         sample.is_divided = grad_scale is None
         if grad_scale is not None:
             sample.scale = grad_scale.clone()
         elif self._scaler is not None and plans:
             sample.scale = self._scaler.scale(torch.ones((), device=plans[0].device))
-
-    def _master(self, name: str, param: Tensor) -> Tensor:
-        return local(self._optimizer._master(name, param))
 
     def _end_step(self) -> None:
         """Counts the updates of a step. Ends the sample, unless it is that of a `with` block.
@@ -436,12 +432,10 @@ class PrecisionReport:
         sample = self._sample
         assert sample is not None
         for row, name, param, before in sample.masters:
-            row.copy_(count_lost(before, self._master(name, param), param.dtype))
+            row.copy_(count_lost(before, local(self._optimizer._master(name, param)), param.dtype))
         sample.masters = []
-        if self._in_block:
-            return
-        self._finish()
-        if self._every is not None:
+        if not self._in_block:
+            self._finish()
             self._wait()
 
     # ---------------------------------------------------------------------------------------------------- results
@@ -611,11 +605,8 @@ def _tensors(output: Any) -> Iterator[Tensor]:
     if isinstance(output, Tensor):
         if output.dtype in DTYPE_CODES and output.layout is torch.strided and not output.is_nested:
             yield output
-    elif isinstance(output, dict):
-        for value in output.values():
-            yield from _tensors(value)
-    elif isinstance(output, (tuple, list)):
-        for value in output:
+    elif isinstance(output, (dict, tuple, list)):
+        for value in output.values() if isinstance(output, dict) else output:
             yield from _tensors(value)
 
 
