@@ -10,6 +10,7 @@ The name of a family is also the name of its files:
 from __future__ import annotations
 
 import functools
+from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -31,8 +32,8 @@ class Family(NamedTuple):
         codes: How each state is stored in 8 bits. None for a state that is always fp32; it is the last one.
         optional: For each optional state, the option that decides whether a parameter has it. The optional states are
             the last ones in `states`.
-        hyper: Type of the hyper-parameters, without the learning rate: a NamedTuple of floats in the order in which
-            kernels read them. `hyper_of` explains the names of its fields.
+        hyper: Type of the hyper-parameters, without the learning rate: a named tuple of floats in the order in which
+            `csrc/formulas/<name>.h` reads them. `hyper_of` explains the names of its fields.
         formula: The formula in plain torch. `reference.update_` explains its arguments.
     """
 
@@ -79,55 +80,21 @@ def _columns(hyper: Any) -> list[tuple[str, bool]]:
     return [(field.removeprefix("one_minus_"), field.startswith("one_minus_")) for field in hyper._fields]
 
 
-# ---------------------------------------------------------------------------------------------------------------- SGD
-class SgdHyper(NamedTuple):
-    """The hyper-parameters of SGD, in the order in which `csrc/formulas/sgd.h` reads them."""
-
-    momentum: float
-    one_minus_dampening: float
-    weight_decay: float
-    nesterov: float
-    sign: float
-
-
 SGD = Family(
-    "sgd", ("dampening",), ("momentum_buffer",), (MOMENTUM,), ("momentum",), SgdHyper, reference.sgd.formula
+    "sgd", ("dampening",), ("momentum_buffer",), (MOMENTUM,), ("momentum",),
+    namedtuple("SgdHyper", "momentum one_minus_dampening weight_decay nesterov sign"), reference.sgd.formula,
 )  # fmt: skip
-
-
-# ------------------------------------------------------------------------------------------------------------ RMSprop
-class RmspropHyper(NamedTuple):
-    """The hyper-parameters of RMSprop, in the order in which `csrc/formulas/rmsprop.h` reads them."""
-
-    alpha: float
-    one_minus_alpha: float
-    eps: float
-    weight_decay: float
-    sign: float
-    momentum: float
-
 
 RMSPROP = Family(
     "rmsprop", ("alpha", "momentum"), ("square_avg", "momentum_buffer", "grad_avg"), (SECOND_MOMENT, MOMENTUM, None),
-    ("momentum", "centered"), RmspropHyper, reference.rmsprop.formula,
+    ("momentum", "centered"),
+    namedtuple("RmspropHyper", "alpha one_minus_alpha eps weight_decay sign momentum"), reference.rmsprop.formula,
 )  # fmt: skip
-
-
-# --------------------------------------------------------------------------------------------------------------- Adam
-class AdamHyper(NamedTuple):
-    """The hyper-parameters of Adam, in the order in which `csrc/formulas/adam.h` reads them."""
-
-    one_minus_beta1: float
-    one_minus_beta2: float
-    eps: float
-    weight_decay: float
-    sign: float
-    decoupled_weight_decay: float
-
 
 ADAM = Family(
     "adam", ("amsgrad",), ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), (MOMENTUM, SECOND_MOMENT, None), ("amsgrad",),
-    AdamHyper, reference.adam.formula,
+    namedtuple("AdamHyper", "one_minus_beta1 one_minus_beta2 eps weight_decay sign decoupled_weight_decay"),
+    reference.adam.formula,
 )  # fmt: skip
 
 FAMILIES = {family.name: family for family in (SGD, RMSPROP, ADAM)}
