@@ -554,7 +554,36 @@ class PrecisionReport:
         rows = [] if self._last is None else [row for row in self._last.rows() if row.kind == kind]
         if self.scale is None or not rows:
             raise ValueError(f"PrecisionReport.plot: no sampled step has an {kind}; sample a step first")
-        return _plot(rows, kind, self.scale)
+        figure_of = import_extra("PrecisionReport.plot", "matplotlib.figure", "bench").Figure
+        low, high = -40, 17  # the exponents that the histogram shows; others are in its first and last column
+        shares = torch.zeros(len(rows), high - low + 1)
+        for t, row in enumerate(rows):
+            counts = row.exponents[1:255].double()
+            inside = counts[low + _BIAS - 1 : high + _BIAS].clone()
+            inside[0] += counts[: low + _BIAS - 1].sum()
+            inside[-1] += counts[high + _BIAS :].sum()
+            shares[t] = inside / row.total
+        figure = figure_of(figsize=(10, max(3.0, 1.2 + 0.22 * len(rows))), layout="constrained")
+        bars, colours = figure.subplots(1, 2, sharey=True, width_ratios=(1, 3))
+        names, y = [row.name for row in rows], range(len(rows))
+        zeros = [row.zeros for row in rows]
+        bars.barh(y, zeros, color="tab:red", label="zeros")
+        bars.barh(y, [row.subnormal for row in rows], left=zeros, color="tab:orange", label="subnormal")
+        bars.set(xlim=(0, 1), xlabel="share", yticks=list(y))
+        bars.set_yticklabels(names, fontsize=7)
+        bars.invert_yaxis()
+        figure.legend(*bars.get_legend_handles_labels(), fontsize=7, loc="outside lower left", ncols=2)
+        image = colours.imshow(
+            shares.numpy(), aspect="auto", cmap="Blues", interpolation="nearest", vmin=0,
+            extent=(low, high + 1, len(rows) - 0.5, -0.5),
+        )  # fmt: skip
+        for position, label in ((-24, "fp16's smallest"), (-14, "normal from here"), (16, "overflow")):
+            colours.axvline(position, color="black", linewidth=0.8, linestyle="--")
+            colours.text(position, -0.7, label, fontsize=6, ha="center", va="bottom")
+        colours.set_xlabel("exponent (log2 of the magnitude)")
+        figure.colorbar(image, ax=colours, label="share of elements")
+        figure.suptitle(f"{_WORDS[kind]} at a loss scale of {self.scale:g}", fontsize=9)
+        return figure
 
 
 def _check_arguments(model: Any, optimizer: Any, inner: Any, scaler: Any, every: Any) -> None:
@@ -680,36 +709,3 @@ class _Advisor:
             "keep the masters of the fused optimizers: these parameters would lose updates that are too small for "
             f"their 16-bit weights: {named}{more}"
         ]
-
-
-def _plot(rows: Sequence[Row], kind: str, scale: float) -> Any:
-    figure_of = import_extra("PrecisionReport.plot", "matplotlib.figure", "bench").Figure
-    low, high = -40, 17  # the exponents that the histogram shows; others are in its first and last column
-    shares = torch.zeros(len(rows), high - low + 1)
-    for t, row in enumerate(rows):
-        counts = row.exponents[1:255].double()
-        inside = counts[low + _BIAS - 1 : high + _BIAS].clone()
-        inside[0] += counts[: low + _BIAS - 1].sum()
-        inside[-1] += counts[high + _BIAS :].sum()
-        shares[t] = inside / row.total
-    figure = figure_of(figsize=(10, max(3.0, 1.2 + 0.22 * len(rows))), layout="constrained")
-    bars, colours = figure.subplots(1, 2, sharey=True, width_ratios=(1, 3))
-    names, y = [row.name for row in rows], range(len(rows))
-    zeros = [row.zeros for row in rows]
-    bars.barh(y, zeros, color="tab:red", label="zeros")
-    bars.barh(y, [row.subnormal for row in rows], left=zeros, color="tab:orange", label="subnormal")
-    bars.set(xlim=(0, 1), xlabel="share", yticks=list(y))
-    bars.set_yticklabels(names, fontsize=7)
-    bars.invert_yaxis()
-    figure.legend(*bars.get_legend_handles_labels(), fontsize=7, loc="outside lower left", ncols=2)
-    image = colours.imshow(
-        shares.numpy(), aspect="auto", cmap="Blues", interpolation="nearest", vmin=0,
-        extent=(low, high + 1, len(rows) - 0.5, -0.5),
-    )  # fmt: skip
-    for position, label in ((-24, "fp16's smallest"), (-14, "normal from here"), (16, "overflow")):
-        colours.axvline(position, color="black", linewidth=0.8, linestyle="--")
-        colours.text(position, -0.7, label, fontsize=6, ha="center", va="bottom")
-    colours.set_xlabel("exponent (log2 of the magnitude)")
-    figure.colorbar(image, ax=colours, label="share of elements")
-    figure.suptitle(f"{_WORDS[kind]} at a loss scale of {scale:g}", fontsize=9)
-    return figure

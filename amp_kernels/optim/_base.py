@@ -188,7 +188,7 @@ class FusedOptimizer(WithCheckpoints):
         # FSDP1 needs a process group. If there is none, a step need not look at every parameter (perhaps a thousand).
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return False
-        return any(getattr(p, "_fsdp_flattened", False) for params in self._params_by_group() for p in params)
+        return any(getattr(p, "_fsdp_flattened", False) for group in self.param_groups for p in group["params"])
 
     # ------------------------------------------------------------------------------------------------------- step
     @torch.compiler.disable
@@ -410,7 +410,8 @@ class FusedOptimizer(WithCheckpoints):
 
     def _follow(self) -> None:
         """Makes new plans if parameters or backends changed. If only `state` changed, the plans get its new entries."""
-        lists = [params if isinstance(params, list) else list(params) for params in self._params_by_group()]
+        params_by_group = (group["params"] for group in self.param_groups)
+        lists = [params if isinstance(params, list) else list(params) for params in params_by_group]
         same = sweep().same
         if self._plans is None or any(plan.backend != backends.select(plan.device) for plan in self._plans):
             self._make_plans()
@@ -434,7 +435,7 @@ class FusedOptimizer(WithCheckpoints):
             members.names.append(name)
             members.groups.append(index)
         self._plans = [self._make_plan(device, members) for device, members in by_device.items()]
-        self._plan_params = [list(params) for params in self._params_by_group()]
+        self._plan_params = [list(group["params"]) for group in self.param_groups]
         self._refresh_state_entries()
 
     def _refresh_state_entries(self) -> None:
@@ -541,13 +542,13 @@ class FusedOptimizer(WithCheckpoints):
             [0.5, 0.25]
         """
         name, own = type(self).__name__, {}
-        is_group = isinstance(param_group, dict)  # for anything else torch raises an error
-        if is_group and "state_dtype" in param_group:
-            own["state_dtype"] = check_state_dtype(name, param_group["state_dtype"])
-        if is_group and "params" in param_group:
-            check_params(name, param_group["params"])
-            check_options(name, param_group)
-        with restored([param_group] if is_group else []):
+        given = param_group if isinstance(param_group, dict) else {}  # for anything else torch raises an error
+        if "state_dtype" in given:
+            own["state_dtype"] = check_state_dtype(name, given["state_dtype"])
+        if "params" in given:
+            check_params(name, given["params"])
+            check_options(name, given)
+        with restored([given]):
             super().add_param_group(param_group)
             group = self.param_groups[-1]
             # Parameters of other dtypes that kernels cannot update are refused once they have a gradient.

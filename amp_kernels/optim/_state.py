@@ -175,11 +175,8 @@ class WithState(torch.optim.Optimizer):
             for i, param in enumerate(group["params"]):
                 yield (names[i] if names else f"param_groups[{g}]['params'][{i}]"), g, param
 
-    def _params_by_group(self) -> Iterator[list[Tensor]]:
-        return (group["params"] for group in self.param_groups)
-
     def _has_dtensors(self) -> bool:
-        return any(isinstance(p, DTensor) for params in self._params_by_group() for p in params)
+        return any(isinstance(p, DTensor) for group in self.param_groups for p in group["params"])
 
     @functools.cached_property
     def _keys(self) -> set[str]:

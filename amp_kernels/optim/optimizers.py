@@ -86,8 +86,7 @@ class FusedRMSprop(FusedOptimizer, torch.optim.RMSprop):
 
     Args:
         capturable: Has no effect. Every step can be captured in a CUDA graph.
-        state_dtype: As in `FusedSGD`. With `centered`, `square_avg` and `grad_avg` stay fp32, because their difference
-            may be small.
+        state_dtype: As in `FusedSGD`. With `centered`, `square_avg` and `grad_avg` stay fp32.
 
     Examples:
         >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
@@ -130,8 +129,7 @@ class FusedAdam(FusedOptimizer, torch.optim.Adam):  # type: ignore[override]
 
     Args:
         capturable: Has no effect. Every step can be captured in a CUDA graph.
-        state_dtype: As in `FusedSGD`. With `amsgrad`, the second moments stay fp32, because the maximum of rounded
-            numbers would be too large.
+        state_dtype: As in `FusedSGD`. With `amsgrad`, the second moments stay fp32.
 
     Examples:
         >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
