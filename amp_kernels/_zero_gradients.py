@@ -121,8 +121,6 @@ class ZeroGradients:
 
     def _count(self, largest: list[float]) -> list[str]:
         """Counts zeros, and returns the names of the parameters to warn of."""
-        if not self._zero_looks and 0 not in largest:
-            return []
         found = []
         for (name, reference), number in zip(self._params, largest, strict=True):
             param = reference()

@@ -1,10 +1,6 @@
 """The update families: the facts about each optimizer formula that several layers of the package need.
 
-The name of a family is also the name of its files:
-
-- ``csrc/formulas/<name>.h`` has the arithmetic in C++. ``csrc/formulas/families.h`` lists the formulas.
-- ``triton_kernels/<name>.py`` has the arithmetic in Triton.
-- ``amp_kernels/reference/<name>.py`` is the specification.
+The name of a family is also the name of its files in ``csrc/formulas/``, ``triton_kernels/`` and ``reference/``.
 """
 
 from __future__ import annotations
@@ -46,10 +42,7 @@ class Family(NamedTuple):
     formula: Callable[..., tuple[Tensor, States]]
 
     def coded(self, names: Sequence[str | None]) -> int:
-        """Return a bit for each of the first two states that may have fewer than 32 bits.
-
-        Args:
-            names: The states in use, in the order of `states`. None stands for a state that is not used.
+        """Return a bit for each state that may have fewer than 32 bits. In `names`, None stands for an unused state.
 
         A second moment stays in fp32 if the third state is used, because rounding would change the result of comparing
         the two. Centered RMSprop takes the root of ``square_avg - grad_avg^2``, in which nearly all digits may cancel.

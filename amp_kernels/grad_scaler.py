@@ -178,8 +178,8 @@ class GradScaler(torch.amp.GradScaler):
 
     Args:
         min_scale: Lower bound of the scale. A lower `init_scale` is raised to it.
-        max_scale: Upper bound of the scale. A higher `init_scale` is lowered to it. If the loss is fp16, the default
-            scale of 65536 always overflows, because the gradient of the loss is the scale, and fp16 ends at 65504.
+        max_scale: Upper bound of the scale. A higher `init_scale` is lowered to it. If the loss is fp16, its gradient
+            is the scale, and the default of 65536 always overflows.
         hysteresis: The first `hysteresis - 1` overflows in a row do not reduce the scale. Every further overflow in a
             row reduces it, as in Apex. A step without overflow starts the count again.
         process_group: A group of ranks that skip steps together. Every rank must call `step` (or `unscale_`) for the
@@ -252,10 +252,9 @@ class GradScaler(torch.amp.GradScaler):
         self._hysteresis_tracker: Tensor | None = None
         self._init_skipped_steps = 0
         self._skipped_steps: Tensor | None = None
-        # Maps the log of each optimizer to an offset and the optimizer. The overflows of all logs are put in order by
-        # their iterations. Check n of an optimizer's gradients belongs to iteration n + offset, if the optimizer was
-        # checked once in every iteration since. For this, each check sets the offset to the number of this scaler's
-        # iterations minus the number of the log's checks.
+        # Maps the log of each optimizer to an offset and the optimizer. The offset puts the overflows of all logs in
+        # order: check n of an optimizer's gradients belongs to iteration n + offset, if the optimizer was checked once
+        # in every iteration since.
         self._logs: dict[OverflowLog, tuple[int, ReferenceType[FusedOptimizer]]] = {}
         self._iterations = 0
         self._zero_gradients = ZeroGradients()
@@ -509,10 +508,15 @@ class GradScaler(torch.amp.GradScaler):
         elif all(s["stage"] is not OptState.STEPPED for s in states):  # a step without any gradient is no error
             raise AssertionError("No inf checks were recorded prior to update.")
         self._iterations += 1
-        if found_inf is None:
-            self._warn_of_no_gradient()
-        else:
+        if found_inf is not None:
             self._warn_of_skips(found_inf, states)
+        elif not self._has_warned_of_no_gradient:
+            self._has_warned_of_no_gradient = True
+            warnings.warn(
+                "GradScaler: optimizers stepped, but none of their parameters has a gradient, so nothing changed; "
+                "call backward() before step(), and check that the loss depends on the optimizers' parameters",
+                stacklevel=2,
+            )
         self._forget_the_gone()
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
 
@@ -564,16 +568,6 @@ class GradScaler(torch.amp.GradScaler):
                 f"GradScaler: {SKIPS_BEFORE_WARNING} steps in a row found NaN or inf{where} and were skipped; at a "
                 f"scale of {self.get_scale():g} the cause is probably the model, not the scale; check the loss before "
                 "it is scaled",
-                stacklevel=3,
-            )
-
-    def _warn_of_no_gradient(self) -> None:
-        """Warns once that optimizers stepped although none had a gradient. Optimizers that did not step may have."""
-        if not self._has_warned_of_no_gradient:
-            self._has_warned_of_no_gradient = True
-            warnings.warn(
-                "GradScaler: optimizers stepped, but none of their parameters has a gradient, so nothing changed; "
-                "call backward() before step(), and check that the loss depends on the optimizers' parameters",
                 stacklevel=3,
             )
 

@@ -127,21 +127,14 @@ class Row(NamedTuple):
 
     @property
     def underflow(self) -> float:
-        """The share of subnormal elements among those that are not 0, if `computed_in` is fp16. 1.0 if all are 0.
-
-        Otherwise 0. Zeros say little: a layer such as ReLU makes zeros that no scale changes. But if many of the other
-        elements are subnormal, smaller ones have become 0.
-        """
+        """If computed in fp16, the share of subnormal elements among those that are not 0 (1.0 if all are 0). Else 0."""
         if self.computed_in is not torch.float16:
             return 0.0
         return 1.0 if self.zeros == 1 else self.subnormal / (1 - self.zeros)
 
     @property
     def headroom(self) -> float:
-        """The number of doublings, as a real number, until the largest finite magnitude is 65504.
-
-        Elements that were divided by the scale are multiplied by it before.
-        """
+        """The number of doublings, as a real number, until the largest finite magnitude times `divided_by` is 65504."""
         largest = self.largest * self.divided_by
         return math.log2(_FP16_MAX / largest) if largest > 0 else math.inf
 
@@ -425,10 +418,7 @@ class PrecisionReport:
             sample.scale = self._scaler.scale(torch.ones((), device=plans[0].device))
 
     def _end_step(self) -> None:
-        """Counts the updates of a step. Ends the sample, unless it is that of a `with` block.
-
-        The optimizer calls it after a step.
-        """
+        """Counts the updates after a step of the optimizer. Ends the sample, unless it is that of a `with` block."""
         sample = self._sample
         assert sample is not None
         for row, name, param, before in sample.masters:
@@ -589,15 +579,12 @@ class PrecisionReport:
 def _check_arguments(model: Any, optimizer: Any, inner: Any, scaler: Any, every: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"PrecisionReport: model must be a torch Module, got a {type(model).__name__}")
-    if not isinstance(inner, FusedOptimizer):
+    is_fused = isinstance(inner, FusedOptimizer)
+    if not is_fused or len(innermost(optimizer)) > 1:
+        several = " that holds several; pass one of these, with a report for each"
         raise TypeError(
             "PrecisionReport: optimizer must be one of amp_kernels.optim, or a wrapper of one, got a "
-            f"{type(optimizer).__name__}; train with one of amp_kernels.optim"
-        )
-    if len(innermost(optimizer)) > 1:
-        raise TypeError(
-            "PrecisionReport: optimizer must be one of amp_kernels.optim, or a wrapper of one, got a "
-            f"{type(optimizer).__name__} that holds several; pass one of these, with a report for each"
+            f"{type(optimizer).__name__}{several if is_fused else '; train with one of amp_kernels.optim'}"
         )
     if scaler is not None and not callable(getattr(scaler, "scale", None)):
         raise TypeError(f"PrecisionReport: scaler must be a GradScaler or None, got a {type(scaler).__name__}")

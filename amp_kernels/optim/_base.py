@@ -9,6 +9,7 @@ under `amp_kernels.GradScaler` or for clipping. The update (`Plan.update`) write
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -92,24 +93,17 @@ class FusedOptimizer(WithCheckpoints):
     _last_taken: tuple[Callable[[], Any], int, Callable[[], Any]] | None = None
 
     def __init__(
-        self,
-        params: ParamsT,
-        *,
-        max_grad_norm: float | None,
-        state_dtype: torch.dtype | str,
-        foreach: bool | None,
-        fused: bool | None,
-        differentiable: bool,
-        **options: Any,
+        self, params: ParamsT, *, foreach: bool | None, fused: bool | None, differentiable: bool, **options: Any
     ) -> None:
         name = type(self).__name__
         if differentiable:
             torchs = [c.__name__ for c in type(self).__mro__ if c.__module__.startswith("torch.optim.")]
             remedy = f"; use torch.optim.{torchs[0]} for that" if torchs[0] != "Optimizer" else ""
             raise ValueError(f"{name}: differentiable must be False, got True{remedy}")
-        dtype = check_state_dtype(name, state_dtype)
+        dtype = check_state_dtype(name, options.pop("state_dtype"))
         check_params(name, params)
-        check_options(name, {**options, "max_grad_norm": max_grad_norm})
+        check_options(name, options)
+        max_grad_norm = options.pop("max_grad_norm")
         if foreach and fused:
             raise RuntimeError(f"{name}: foreach and fused must not both be True; leave both out, they have no effect")
         given: Any = params if isinstance(params, Tensor) else list(params)  # for a Tensor torch raises an error
@@ -520,7 +514,15 @@ class FusedOptimizer(WithCheckpoints):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._drop_plans()
         state.get("defaults", {}).setdefault("state_dtype", torch.float32)  # pickled by a release without the option
-        super().__setstate__(state)
+        # torch expects the key "step" in every entry that is not empty.
+        entries = state.get("state", {})
+        stepless = {p: entry for p, entry in entries.items() if isinstance(entry, dict) and "step" not in entry}
+        rest = defaultdict(dict, {p: entry for p, entry in entries.items() if p not in stepless})
+        super().__setstate__({**state, "state": rest})
+        self.state.update(stepless)
+        for group in self.param_groups:
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
         self._last_found_inf = self._last_taken = None  # they belong to a step before the load
         self.__dict__.setdefault("_log", OverflowLog())
         self.__dict__.setdefault("_norm", None)

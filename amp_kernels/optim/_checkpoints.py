@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections import defaultdict
 from typing import Any
 
 import torch
@@ -130,7 +129,9 @@ class WithCheckpoints(WithState):
         keys = self._keys - {"remainder", "master"}
         if keys.isdisjoint(state):
             return {}
-        step = _exported(self._steps_in(state))
+        step = self._steps_in(state)
+        step = unsigned(step) if isinstance(step, Tensor) and step.dtype is torch.int32 else torch.as_tensor(step)
+        step = step.to("cpu", torch.float32).view(())  # as torch saves it
         if step > 0:
             names = [name for name in self._needed(group) if all(state.get(key) is None for key in keys_of(name))]
             return {"step": step, **{name: zeros_like(param) for name in names}}
@@ -349,17 +350,6 @@ class WithCheckpoints(WithState):
                 stacklevel=4,
             )
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # torch expects the key "step" in every entry that is not empty.
-        entries = state.get("state", {})
-        stepless = {p: entry for p, entry in entries.items() if isinstance(entry, dict) and "step" not in entry}
-        rest = defaultdict(dict, {p: entry for p, entry in entries.items() if p not in stepless})
-        super().__setstate__({**state, "state": rest})
-        self.state.update(stepless)
-        for group in self.param_groups:
-            for key, value in self.defaults.items():
-                group.setdefault(key, value)
-
     def _load_entry(self, name: str, param: Tensor, group: dict[str, Any], saved: dict[str, Any]) -> None:
         if saved.get("master") is not None:
             self._load_master(name, param, saved["master"])
@@ -404,12 +394,6 @@ def _is_adam_of_another_package(group: dict[str, Any]) -> bool:
     """
     of_torch = group.keys() & set().union(*_options_of_torch().values())
     return "betas" in group and of_torch <= {"lr", "betas", "eps", "weight_decay"}
-
-
-def _exported(step: Any) -> Tensor:
-    """Returns a count of steps as torch saves it."""
-    is_count = isinstance(step, Tensor) and step.dtype is torch.int32
-    return (unsigned(step) if is_count else torch.as_tensor(step)).to("cpu", torch.float32).view(())
 
 
 def _has_many_values(weights: Tensor) -> bool:
