@@ -127,7 +127,7 @@ class Row(NamedTuple):
 
     @property
     def underflow(self) -> float:
-        """If computed in fp16, the share of subnormal elements among those that are not 0 (1.0 if all are 0). Else 0."""
+        """If computed in fp16, the share of subnormal elements among those that are not 0; 1.0 if all are 0. Else 0."""
         if self.computed_in is not torch.float16:
             return 0.0
         return 1.0 if self.zeros == 1 else self.subnormal / (1 - self.zeros)
