@@ -5,7 +5,6 @@ The name of a family is also the name of its files in ``csrc/formulas/``, ``trit
 
 from __future__ import annotations
 
-import functools
 from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -26,10 +25,11 @@ class Family(NamedTuple):
             family.
         states: Names of the states, in the order of their rows in the kernels' table (csrc/table.h).
         codes: How each state is stored in 8 bits. None for a state that is always fp32; it is the last one.
-        optional: For each optional state, the option that decides whether a parameter has it. The optional states are
-            the last ones in `states`.
+        optional: How many states are optional. They are the last ones in `states`. The options of the optimizer decide
+            whether a parameter has them.
         hyper: Type of the hyper-parameters, without the learning rate: a named tuple of floats in the order in which
-            `csrc/formulas/<name>.h` reads them. `hyper_of` explains the names of its fields.
+            `csrc/formulas/<name>.h` reads them.
+        hyper_of: Makes the hyper-parameters from the options of an optimizer.
         formula: The formula in plain torch. `reference.update_` explains its arguments.
     """
 
@@ -37,8 +37,9 @@ class Family(NamedTuple):
     options: tuple[str, ...]
     states: tuple[str, ...]
     codes: tuple[Code | None, ...]
-    optional: tuple[str, ...]
+    optional: int
     hyper: Any
+    hyper_of: Callable[[Mapping[str, Any]], Any]
     formula: Callable[..., tuple[Tensor, States]]
 
     def coded(self, names: Sequence[str | None]) -> int:
@@ -54,40 +55,44 @@ class Family(NamedTuple):
             bits |= (name is not None and code is not None and not (code is SECOND_MOMENT and has_third)) << k
         return bits
 
-    def hyper_of(self, options: Mapping[str, Any]) -> Any:
-        """Return the hyper-parameters for the options of an optimizer.
 
-        A field has the name of an option. A field `one_minus_x` is 1 minus the option x. `sign` is -1 if `maximize` is
-        set, and 1 otherwise. `beta1` and `beta2` are the two numbers in `betas`.
-        """
-        values = {**options, "sign": -1.0 if options["maximize"] else 1.0}
-        if "betas" in options:
-            values["beta1"], values["beta2"] = options["betas"]
-        columns = _columns(self.hyper)
-        return self.hyper(*[1.0 - float(values[x]) if is_rest else float(values[x]) for x, is_rest in columns])
+def _sign(options: Mapping[str, Any]) -> float:
+    return -1.0 if options["maximize"] else 1.0
 
 
-@functools.cache
-def _columns(hyper: Any) -> list[tuple[str, bool]]:
-    """Returns the option that each field is made from, and whether the field is 1 minus this option."""
-    return [(field.removeprefix("one_minus_"), field.startswith("one_minus_")) for field in hyper._fields]
+SgdHyper = namedtuple("SgdHyper", "momentum one_minus_dampening weight_decay nesterov sign")
 
 
-SGD = Family(
-    "sgd", ("dampening",), ("momentum_buffer",), (MOMENTUM,), ("momentum",),
-    namedtuple("SgdHyper", "momentum one_minus_dampening weight_decay nesterov sign"), reference.sgd.formula,
-)  # fmt: skip
+def _sgd(options: Mapping[str, Any]) -> SgdHyper:
+    decay, nesterov = float(options["weight_decay"]), float(options["nesterov"])
+    return SgdHyper(float(options["momentum"]), 1.0 - options["dampening"], decay, nesterov, _sign(options))
 
+
+RmspropHyper = namedtuple("RmspropHyper", "alpha one_minus_alpha eps weight_decay sign momentum")
+
+
+def _rmsprop(options: Mapping[str, Any]) -> RmspropHyper:
+    alpha, eps, decay = float(options["alpha"]), float(options["eps"]), float(options["weight_decay"])
+    return RmspropHyper(alpha, 1.0 - options["alpha"], eps, decay, _sign(options), float(options["momentum"]))
+
+
+AdamHyper = namedtuple("AdamHyper", "one_minus_beta1 one_minus_beta2 eps weight_decay sign decoupled_weight_decay")
+
+
+def _adam(options: Mapping[str, Any]) -> AdamHyper:
+    beta1, beta2 = options["betas"]
+    eps, decay = float(options["eps"]), float(options["weight_decay"])
+    is_decoupled = float(options["decoupled_weight_decay"])
+    return AdamHyper(1.0 - float(beta1), 1.0 - float(beta2), eps, decay, _sign(options), is_decoupled)
+
+
+SGD = Family("sgd", ("dampening",), ("momentum_buffer",), (MOMENTUM,), 1, SgdHyper, _sgd, reference.sgd.formula)
 RMSPROP = Family(
-    "rmsprop", ("alpha", "momentum"), ("square_avg", "momentum_buffer", "grad_avg"), (SECOND_MOMENT, MOMENTUM, None),
-    ("momentum", "centered"),
-    namedtuple("RmspropHyper", "alpha one_minus_alpha eps weight_decay sign momentum"), reference.rmsprop.formula,
+    "rmsprop", ("alpha", "momentum"), ("square_avg", "momentum_buffer", "grad_avg"), (SECOND_MOMENT, MOMENTUM, None), 2,
+    RmspropHyper, _rmsprop, reference.rmsprop.formula,
 )  # fmt: skip
-
 ADAM = Family(
-    "adam", ("amsgrad",), ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), (MOMENTUM, SECOND_MOMENT, None), ("amsgrad",),
-    namedtuple("AdamHyper", "one_minus_beta1 one_minus_beta2 eps weight_decay sign decoupled_weight_decay"),
-    reference.adam.formula,
+    "adam", ("amsgrad",), ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), (MOMENTUM, SECOND_MOMENT, None), 1,
+    AdamHyper, _adam, reference.adam.formula,
 )  # fmt: skip
-
 FAMILIES = {family.name: family for family in (SGD, RMSPROP, ADAM)}

@@ -301,10 +301,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def skipped_steps(self) -> Tensor:
-        """Number of iterations in which a step was skipped: a 0-dim int64 tensor on the device of the scale.
-
-        Before the first call of `scale`, the tensor is on the CPU.
-        """
+        """Number of iterations with a skipped step: 0-dim, int64, on the scale's device (a CPU until there is a scale)."""
         if self._skipped_steps is None:
             return torch.tensor(self._init_skipped_steps, device="cpu")
         return self._skipped_steps

@@ -370,7 +370,7 @@ def formula_of(family: str) -> dict[str, Any]:
     known = FAMILIES[family]
     formula = importlib.import_module(f".{family}", __package__).formula
     levels = tuple(0 if code is None else code.levels for code in known.codes)
-    return {"FORMULA": formula, "N_STATES": len(known.states), "N_OPTIONAL": len(known.optional), "LEVELS": levels}
+    return {"FORMULA": formula, "N_STATES": len(known.states), "N_OPTIONAL": known.optional, "LEVELS": levels}
 
 
 def _options(

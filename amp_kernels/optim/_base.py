@@ -31,6 +31,7 @@ from ._sweep import sweep
 from ._tensors import check_parameter, dense, local
 from ._wrappers import caller, is_in_wrappers_of_torch, wrapped
 
+# ZeroRedundancyOptimizer, and the scaler that reads an attribute, can be found only on the call stack (`caller`).
 _ZERO, _SCALER = "torch.distributed.optim.zero_redundancy_optimizer", "torch.amp.grad_scaler"
 _NEAR = 40  # calls from the step of a scaler to that of an optimizer inside a holder, of which hooks make several each
 
@@ -125,10 +126,7 @@ class FusedOptimizer(WithCheckpoints):
     # ---------------------------------------------------------------------------------------------- public properties
     @property
     def max_grad_norm(self) -> float | None:
-        """The norm that gradients are clipped to inside the step, or None.
-
-        Setting this attribute sets the option in every parameter group.
-        """
+        """The norm that gradients are clipped to inside the step, or None. Setting it sets every group's option."""
         norms = list(dict.fromkeys(group["max_grad_norm"] for group in self.param_groups))
         if len(norms) > 1:
             raise ValueError(
@@ -372,10 +370,7 @@ class FusedOptimizer(WithCheckpoints):
 
     # ------------------------------------------------------------------------------------------------------ plans
     def _prepare(self, *, writes: bool = False, of_all: bool = False) -> list[Plan]:
-        """Refreshes the plans from the tensors of this step. Returns those with a gradient, or all (`of_all`).
-
-        `writes`: whether gradients will be written.
-        """
+        """Refreshes the plans, as `Plan.refresh` says. Returns those with a gradient, or all (`of_all`)."""
         if type(torch.empty(0, device="cpu")) is not Tensor:
             raise RuntimeError(
                 f"{type(self).__name__}.step: must not run in a mode that makes fake tensors, since these have no "

@@ -77,10 +77,7 @@ class WithCheckpoints(WithState):
 
     @torch.no_grad()
     def _export(self, state_dict: dict[str, Any], compact: bool) -> None:
-        """Converts the entries of a state dict for saving: `remainder` becomes `master`, states become fp32.
-
-        If a parameter was cast to fp32 and is equal to its master, the master is left out.
-        """
+        """Converts the entries of a state dict for saving: `remainder` becomes `master`, states become fp32."""
         state_dict["format"] = self._format
         for group in state_dict["param_groups"]:
             # torch.distributed.checkpoint raises an error for a torch.dtype.
@@ -95,6 +92,7 @@ class WithCheckpoints(WithState):
             name, index, param = params[key]
             if "remainder" in state:
                 master = self._master(name, param, low.get(param))
+                # If a parameter was cast to fp32 and is equal to its master, the master is left out.
                 is_needed = param.dtype is not torch.float32 or not torch.equal(local(master), local(param))
                 new = {"remainder": None, "master": master if is_needed else None}
             new |= self._in_fp32(state, compact)

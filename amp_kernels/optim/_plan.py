@@ -250,7 +250,7 @@ class NativePlan(Plan):
         super().__init__(backend, device, members, record)
         self._ops = ops
         self._family = family.name
-        self._required = len(family.states) - len(family.optional)  # the number of states that every parameter has
+        self._required = len(family.states) - family.optional  # the number of states that every parameter has
         self._count = len(members.params)
         self._given_storages: Keys | None = None  # the last keys, and what `_fitted` returned for them
         self._storages: Keys = ()

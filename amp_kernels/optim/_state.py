@@ -164,10 +164,7 @@ class WithState(torch.optim.Optimizer):
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str | None, ...]:
         """Returns the names of a group's states, in the order of the rows in csrc/table.h. None: not used."""
-        names, options = self._family.states, self._family.optional
-        required = len(names) - len(options)
-        optional = zip(names[required:], options, strict=True)
-        return (*names[:required], *[name if group[option] else None for name, option in optional])
+        raise NotImplementedError
 
     def _named_parameters(self) -> Iterator[tuple[str, int, Tensor]]:
         for g, group in enumerate(self.param_groups):

@@ -107,10 +107,7 @@ def is_in_wrappers_of_torch(step: Any, ours: Any) -> bool:
 
 
 def caller(module: str, most: int = sys.maxsize) -> FrameType | None:
-    """Returns the innermost function of `module` on the call stack, or None if the `most` last calls have none.
-
-    ZeroRedundancyOptimizer, and the scaler that reads an attribute, can be found only in this way.
-    """
+    """Returns the innermost function of `module` on the call stack, or None if the `most` last calls have none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__") != module:
         most -= 1

@@ -75,6 +75,9 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):  # type: ignore[override]
     ) -> None:
         super().__init__(**_given(locals()))
 
+    def _state_names(self, group: dict[str, Any]) -> tuple[str | None, ...]:
+        return ("momentum_buffer" if group["momentum"] != 0 else None,)
+
 
 class FusedRMSprop(FusedOptimizer, torch.optim.RMSprop):
     """`torch.optim.RMSprop` as one fused kernel, with fp32 masters for fp16 and bf16 parameters.
@@ -119,6 +122,10 @@ class FusedRMSprop(FusedOptimizer, torch.optim.RMSprop):
     ) -> None:
         super().__init__(**_given(locals()))
 
+    def _state_names(self, group: dict[str, Any]) -> tuple[str | None, ...]:
+        momentum, mean = group["momentum"] > 0, group["centered"]
+        return "square_avg", "momentum_buffer" if momentum else None, "grad_avg" if mean else None
+
 
 class FusedAdam(FusedOptimizer, torch.optim.Adam):  # type: ignore[override]
     """`torch.optim.Adam` as one fused kernel, with fp32 masters for fp16 and bf16 parameters.
@@ -162,6 +169,9 @@ class FusedAdam(FusedOptimizer, torch.optim.Adam):  # type: ignore[override]
     ) -> None:
         super().__init__(**_given(locals()))
 
+    def _state_names(self, group: dict[str, Any]) -> tuple[str | None, ...]:
+        return "exp_avg", "exp_avg_sq", "max_exp_avg_sq" if group["amsgrad"] else None
+
 
 class FusedAdamW(FusedOptimizer, torch.optim.AdamW):  # type: ignore[override]
     """`torch.optim.AdamW` as one fused kernel, with fp32 masters for fp16 and bf16 parameters.
@@ -198,3 +208,5 @@ class FusedAdamW(FusedOptimizer, torch.optim.AdamW):  # type: ignore[override]
         state_dtype: torch.dtype | str = torch.float32,
     ) -> None:
         super().__init__(**_given(locals()))
+
+    _state_names = FusedAdam._state_names
