@@ -301,7 +301,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def skipped_steps(self) -> Tensor:
-        """Number of iterations with a skipped step: 0-dim, int64, on the scale's device (a CPU until there is a scale)."""
+        """Number of iterations with a skipped step: 0-dim, int64, on the scale's device, or a CPU before `scale`."""
         if self._skipped_steps is None:
             return torch.tensor(self._init_skipped_steps, device="cpu")
         return self._skipped_steps
