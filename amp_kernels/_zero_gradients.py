@@ -47,8 +47,7 @@ class ZeroGradients:
         # and after the warning. If a new optimizer has the id of a deleted one, it waits for the next multiple.
         self._looked_at: set[int] | None = None
         # The parameters whose gradients were looked at, and in the same order the largest finite magnitudes of these.
-        self._names: list[str] = []
-        self._params: list[ReferenceType[Tensor]] = []
+        self._params: list[tuple[str, ReferenceType[Tensor]]] = []
         self._largest: list[Tensor] = []
         # `found_inf`, the scale and the magnitudes, on the host. What comes from a GPU is there after an event.
         self._answer: Tensor | None = None
@@ -71,7 +70,7 @@ class ZeroGradients:
             return
         found, scale_then, *largest = answer
         names = [] if found else self._count(largest)
-        self._names, self._params, self._largest, self._answer, self._arrival = [], [], [], None, None
+        self._params, self._largest, self._answer, self._arrival = [], [], None, None
         if names:
             self.has_warned, self._looked_at = True, None
             warnings.warn(
@@ -87,26 +86,24 @@ class ZeroGradients:
         """Asks which gradients are 0. Left out are empty ones, and those that kernels do not take."""
         # DTensors are left out too. A shard of zeros proves nothing: it may be the rows of positions that no sequence
         # reaches.
-        members: dict[torch.device, tuple[list[str], list[Any], list[Tensor]]] = defaultdict(lambda: ([], [], []))
+        members: dict[torch.device, tuple[list[Any], list[Tensor]]] = defaultdict(lambda: ([], []))
         for name, _, param in FusedOptimizer._named_parameters(optimizer):  # other optimizers have the same groups
             grad = param.grad
             if type(grad) is Tensor and grad.layout is torch.strided and grad.dtype in DTYPE_CODES and grad.numel():
-                names, params, grads = members[grad.device]
-                names.append(name)
-                params.append(ref(param))
+                params, grads = members[grad.device]
+                params.append((name, ref(param)))
                 grads.append(grad)
             elif self._zero_looks:
                 self._zero_looks.pop(param, None)
         if any(capturing(device) or device.type not in ("cpu", "cuda") for device in members):
             return
-        for device, (names, params, grads) in members.items():
+        for device, (params, grads) in members.items():
             largest = torch.zeros(len(grads), device=device)
             squares = torch.zeros(len(grads), dtype=torch.float64, device=device)
             counts = torch.empty(min(len(grads), BATCH), COLUMNS, dtype=torch.int64, device=device)
             for first in range(0, len(grads), BATCH):
                 rows = slice(first, first + BATCH)
                 call(count_exponents_, grads[rows], counts[: len(grads) - first], largest[rows], squares[rows])
-            self._names += names
             self._params += params
             self._largest.append(largest)
 
@@ -124,10 +121,8 @@ class ZeroGradients:
 
     def _count(self, largest: list[float]) -> list[str]:
         """Counts zeros, and returns the names of the parameters to warn of."""
-        if not self._zero_looks and 0 not in largest:
-            return []
         found = []
-        for name, reference, number in zip(self._names, self._params, largest, strict=True):
+        for (name, reference), number in zip(self._params, largest, strict=True):
             param = reference()
             if param is not None and number == 0:
                 self._zero_looks[param] = self._zero_looks.get(param, 0) + 1

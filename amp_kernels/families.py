@@ -1,32 +1,19 @@
 """The update families: the facts about each optimizer formula that several layers of the package need.
 
-The name of a family is also the name of its files:
-
-- ``csrc/formulas/<name>.h`` has the arithmetic in C++. ``csrc/formulas/families.h`` lists the formulas.
-- ``triton_kernels/<name>.py`` has the arithmetic in Triton.
-- ``amp_kernels/reference/<name>.py`` is the specification.
+The name of a family is also the name of its files in ``csrc/formulas/``, ``triton_kernels/`` and ``reference/``.
 """
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from . import reference
 from .reference.states import MOMENTUM, SECOND_MOMENT, Code
 from .reference.update import States
-
-
-class HyperType(Protocol):
-    """A type of hyper-parameters: a NamedTuple of floats, in the order in which kernels read them."""
-
-    def __call__(self, *columns: Any) -> Any:
-        """Make the tuple from its values."""
-
-    def of(self, options: Mapping[str, Any]) -> tuple[float, ...]:
-        """Make the tuple from the options of an optimizer."""
 
 
 class Family(NamedTuple):
@@ -40,7 +27,9 @@ class Family(NamedTuple):
         codes: How each state is stored in 8 bits. None for a state that is always fp32; it is the last one.
         optional: How many states are optional. They are the last ones in `states`. The options of the optimizer decide
             whether a parameter has them.
-        hyper: Type of the hyper-parameters, which do not include the learning rate.
+        hyper: Type of the hyper-parameters, without the learning rate: a named tuple of floats in the order in which
+            `csrc/formulas/<name>.h` reads them.
+        hyper_of: Makes the hyper-parameters from the options of an optimizer.
         formula: The formula in plain torch. `reference.update_` explains its arguments.
     """
 
@@ -49,14 +38,12 @@ class Family(NamedTuple):
     states: tuple[str, ...]
     codes: tuple[Code | None, ...]
     optional: int
-    hyper: HyperType
+    hyper: Any
+    hyper_of: Callable[[Mapping[str, Any]], Any]
     formula: Callable[..., tuple[Tensor, States]]
 
     def coded(self, names: Sequence[str | None]) -> int:
-        """Return a bit for each of the first two states that may have fewer than 32 bits.
-
-        Args:
-            names: The states in use, in the order of `states`. None stands for a state that is not used.
+        """Return a bit for each state that may have fewer than 32 bits. In `names`, None stands for an unused state.
 
         A second moment stays in fp32 if the third state is used, because rounding would change the result of comparing
         the two. Centered RMSprop takes the root of ``square_avg - grad_avg^2``, in which nearly all digits may cancel.
@@ -73,89 +60,39 @@ def _sign(options: Mapping[str, Any]) -> float:
     return -1.0 if options["maximize"] else 1.0
 
 
-# ---------------------------------------------------------------------------------------------------------------- SGD
-class SgdHyper(NamedTuple):
-    """The hyper-parameters of SGD, in the order in which `csrc/formulas/sgd.h` reads them."""
-
-    momentum: float
-    one_minus_dampening: float
-    weight_decay: float
-    nesterov: float
-    sign: float
-
-    @classmethod
-    def of(cls, options: Mapping[str, Any]) -> SgdHyper:
-        """Make the tuple from the options of an optimizer."""
-        return cls(
-            float(options["momentum"]),
-            1.0 - options["dampening"],
-            float(options["weight_decay"]),
-            float(options["nesterov"]),
-            _sign(options),
-        )
+SgdHyper = namedtuple("SgdHyper", "momentum one_minus_dampening weight_decay nesterov sign")
 
 
-SGD = Family("sgd", ("dampening",), ("momentum_buffer",), (MOMENTUM,), 1, SgdHyper, reference.sgd.formula)
+def _sgd(options: Mapping[str, Any]) -> SgdHyper:
+    decay, nesterov = float(options["weight_decay"]), float(options["nesterov"])
+    return SgdHyper(float(options["momentum"]), 1.0 - options["dampening"], decay, nesterov, _sign(options))
 
 
-# ------------------------------------------------------------------------------------------------------------ RMSprop
-class RmspropHyper(NamedTuple):
-    """The hyper-parameters of RMSprop, in the order in which `csrc/formulas/rmsprop.h` reads them."""
-
-    alpha: float
-    one_minus_alpha: float
-    eps: float
-    weight_decay: float
-    sign: float
-    momentum: float
-
-    @classmethod
-    def of(cls, options: Mapping[str, Any]) -> RmspropHyper:
-        """Make the tuple from the options of an optimizer."""
-        return cls(
-            float(options["alpha"]),
-            1.0 - options["alpha"],
-            float(options["eps"]),
-            float(options["weight_decay"]),
-            _sign(options),
-            float(options["momentum"]),
-        )
+RmspropHyper = namedtuple("RmspropHyper", "alpha one_minus_alpha eps weight_decay sign momentum")
 
 
+def _rmsprop(options: Mapping[str, Any]) -> RmspropHyper:
+    alpha, eps, decay = float(options["alpha"]), float(options["eps"]), float(options["weight_decay"])
+    return RmspropHyper(alpha, 1.0 - options["alpha"], eps, decay, _sign(options), float(options["momentum"]))
+
+
+AdamHyper = namedtuple("AdamHyper", "one_minus_beta1 one_minus_beta2 eps weight_decay sign decoupled_weight_decay")
+
+
+def _adam(options: Mapping[str, Any]) -> AdamHyper:
+    beta1, beta2 = options["betas"]
+    eps, decay = float(options["eps"]), float(options["weight_decay"])
+    is_decoupled = float(options["decoupled_weight_decay"])
+    return AdamHyper(1.0 - float(beta1), 1.0 - float(beta2), eps, decay, _sign(options), is_decoupled)
+
+
+SGD = Family("sgd", ("dampening",), ("momentum_buffer",), (MOMENTUM,), 1, SgdHyper, _sgd, reference.sgd.formula)
 RMSPROP = Family(
     "rmsprop", ("alpha", "momentum"), ("square_avg", "momentum_buffer", "grad_avg"), (SECOND_MOMENT, MOMENTUM, None), 2,
-    RmspropHyper, reference.rmsprop.formula,
+    RmspropHyper, _rmsprop, reference.rmsprop.formula,
 )  # fmt: skip
-
-
-# --------------------------------------------------------------------------------------------------------------- Adam
-class AdamHyper(NamedTuple):
-    """The hyper-parameters of Adam, in the order in which `csrc/formulas/adam.h` reads them."""
-
-    one_minus_beta1: float
-    one_minus_beta2: float
-    eps: float
-    weight_decay: float
-    sign: float
-    decoupled_weight_decay: float
-
-    @classmethod
-    def of(cls, options: Mapping[str, Any]) -> AdamHyper:
-        """Make the tuple from the options of an optimizer."""
-        beta1, beta2 = options["betas"]
-        return cls(
-            1.0 - float(beta1),
-            1.0 - float(beta2),
-            float(options["eps"]),
-            float(options["weight_decay"]),
-            _sign(options),
-            float(options["decoupled_weight_decay"]),
-        )
-
-
 ADAM = Family(
-    "adam", ("amsgrad",), ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), (MOMENTUM, SECOND_MOMENT, None), 1, AdamHyper,
-    reference.adam.formula,
+    "adam", ("amsgrad",), ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), (MOMENTUM, SECOND_MOMENT, None), 1,
+    AdamHyper, _adam, reference.adam.formula,
 )  # fmt: skip
-
 FAMILIES = {family.name: family for family in (SGD, RMSPROP, ADAM)}

@@ -33,7 +33,7 @@ __all__ = ["Overflow"]  # GradScaler is public as amp_kernels.GradScaler
 # model, and not from the scale.
 SKIPS_BEFORE_WARNING = 50
 # The torch optimizers whose eps may round to 0 in fp16, and the fused optimizers to use in their place.
-_FUSED_NAMES = {"Adam": "FusedAdam", "AdamW": "FusedAdamW", "RMSprop": "FusedRMSprop"}
+_FUSED_NAMES = {name: f"amp_kernels.optim.Fused{name}" for name in ("Adam", "AdamW", "RMSprop")}
 
 
 def _handles_scaling(optimizer: torch.optim.Optimizer) -> TypeGuard[FusedOptimizer]:
@@ -60,11 +60,7 @@ def _warn_of_eps(optimizer: Any) -> None:
         # With fused=True, an optimizer of torch computes in fp32.
         if vanishes and not group.get("fused") and any(p.dtype is torch.float16 for p in group["params"]):
             name = type(optimizer).__name__
-            ours = (
-                f"amp_kernels.optim.{_FUSED_NAMES[name]}"
-                if name in _FUSED_NAMES
-                else "an optimizer of amp_kernels.optim"
-            )
+            ours = _FUSED_NAMES.get(name, "an optimizer of amp_kernels.optim")
             warnings.warn(
                 f"GradScaler: {name} computes in fp16, the dtype of its parameters; its eps of {eps:g} and the squares "
                 f"of small gradients round to 0 in fp16, so weights become NaN or inf; use {ours}, which computes in "
@@ -109,18 +105,16 @@ class _Rule(NamedTuple):
 
 _MAX_FP32 = torch.finfo(torch.float32).max
 _INT32, _INT64 = 2**31 - 1, 2**63 - 1
-_SCALE = "a finite number of at least 0"
 # Keys are the names in the constructor and in state dicts. The scale is stored as fp32, the trackers as int32, and the
 # count of skipped steps as int64. These dtypes set the largest values.
 _RULES = {
-    "init_scale": _Rule(_SCALE, 0, _MAX_FP32),
-    "scale": _Rule(_SCALE, 0, _MAX_FP32),
-    "new_scale": _Rule(_SCALE, 0, _MAX_FP32),
+    **dict.fromkeys(
+        ("init_scale", "scale", "new_scale", "min_scale"), _Rule("a finite number of at least 0", 0, _MAX_FP32)
+    ),
     "growth_factor": _Rule("a number above 1", math.nextafter(1, 2), math.inf),
     "backoff_factor": _Rule("a number of at least 0 and below 1", 0, math.nextafter(1, 0)),
     "growth_interval": _Rule("an integer", -_INT64, _INT64, True),
     "_growth_tracker": _Rule("an integer of at least 0", 0, _INT32, True),
-    "min_scale": _Rule(_SCALE, 0, _MAX_FP32),
     "max_scale": _Rule("a number above 0", math.ulp(0.0), math.inf),
     "hysteresis": _Rule("an integer of at least 1", 1, _INT32, True),
     "_hysteresis_tracker": _Rule("an integer", -_INT32, _INT32, True),
@@ -175,26 +169,22 @@ class GradScaler(torch.amp.GradScaler):
 
     Formula: dynamic loss scaling (Micikevicius et al. 2018), as in `torch.amp.GradScaler`.
 
-    The step of a fused optimizer (one of `amp_kernels.optim`) first checks the gradients for NaN and inf, and the
-    device decides whether to skip. The step does not write the gradients, so they are still scaled after it. To read
-    them unscaled, call `unscale_` before `step`. fp16 and bf16 gradients are accepted.
-
-    With any other optimizer this class works like torch's scaler. It waits for the device once per step, except for
-    torch's optimizers with `fused=True`. The same holds for a fused optimizer whose `step` is overridden, or wrapped by
-    code outside of torch, or whose parameters belong to FSDP1. The guide to loss scaling lists the warnings.
+    The step of a fused optimizer does not write the gradients, so they are still scaled after it. To read them
+    unscaled, call `unscale_` before `step`. fp16 and bf16 gradients are accepted. With any other optimizer, or a fused
+    one whose step is overridden or wrapped by code outside of torch, or whose parameters belong to FSDP1, this class
+    works like torch's scaler. The guide to loss scaling has the details, and lists the warnings.
 
     The other arguments are those of `torch.amp.GradScaler`.
 
     Args:
         min_scale: Lower bound of the scale. A lower `init_scale` is raised to it.
-        max_scale: Upper bound of the scale. A higher `init_scale` is lowered to it. If the loss is fp16, the default
-            scale of 65536 always overflows, because the gradient of the loss is the scale, and fp16 ends at 65504.
+        max_scale: Upper bound of the scale. A higher `init_scale` is lowered to it. If the loss is fp16, its gradient
+            is the scale, and the default of 65536 always overflows.
         hysteresis: The first `hysteresis - 1` overflows in a row do not reduce the scale. Every further overflow in a
             row reduces it, as in Apex. A step without overflow starts the count again.
-        process_group: A group of ranks that skip steps together. If one of them finds NaN or inf, all of them skip the
-            step. Every rank must call `step` (or `unscale_`) for the same optimizers in the same order. A rank without
-            a gradient must do so too. No group is needed for DTensors, or if gradients are averaged over the ranks
-            (DistributedDataParallel). A scaler with a group cannot be copied or pickled.
+        process_group: A group of ranks that skip steps together. Every rank must call `step` (or `unscale_`) for the
+            same optimizers in the same order, even without a gradient. No group is needed for DTensors, or if gradients
+            are averaged over the ranks (DistributedDataParallel). A scaler with a group cannot be copied or pickled.
 
     Raises:
         TypeError: An argument has a wrong type.
@@ -262,10 +252,9 @@ class GradScaler(torch.amp.GradScaler):
         self._hysteresis_tracker: Tensor | None = None
         self._init_skipped_steps = 0
         self._skipped_steps: Tensor | None = None
-        # Maps the log of each optimizer to an offset and the optimizer. The overflows of all logs are put in order by
-        # their iterations. Check n of an optimizer's gradients belongs to iteration n + offset, if the optimizer was
-        # checked once in every iteration since. For this, each check sets the offset to the number of this scaler's
-        # iterations minus the number of the log's checks.
+        # Maps the log of each optimizer to an offset and the optimizer. The offset puts the overflows of all logs in
+        # order: check n of an optimizer's gradients belongs to iteration n + offset, if the optimizer was checked once
+        # in every iteration since.
         self._logs: dict[OverflowLog, tuple[int, ReferenceType[FusedOptimizer]]] = {}
         self._iterations = 0
         self._zero_gradients = ZeroGradients()
@@ -312,10 +301,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def skipped_steps(self) -> Tensor:
-        """Number of iterations in which a step was skipped: a 0-dim int64 tensor on the device of the scale.
-
-        Before the first call of `scale`, the tensor is on the CPU.
-        """
+        """Number of iterations with a skipped step: 0-dim, int64, on the scale's device, or a CPU before `scale`."""
         if self._skipped_steps is None:
             return torch.tensor(self._init_skipped_steps, device="cpu")
         return self._skipped_steps
@@ -519,10 +505,15 @@ class GradScaler(torch.amp.GradScaler):
         elif all(s["stage"] is not OptState.STEPPED for s in states):  # a step without any gradient is no error
             raise AssertionError("No inf checks were recorded prior to update.")
         self._iterations += 1
-        if found_inf is None:
-            self._warn_of_no_gradient()
-        else:
+        if found_inf is not None:
             self._warn_of_skips(found_inf, states)
+        elif not self._has_warned_of_no_gradient:
+            self._has_warned_of_no_gradient = True
+            warnings.warn(
+                "GradScaler: optimizers stepped, but none of their parameters has a gradient, so nothing changed; "
+                "call backward() before step(), and check that the loss depends on the optimizers' parameters",
+                stacklevel=2,
+            )
         self._forget_the_gone()
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
 
@@ -574,16 +565,6 @@ class GradScaler(torch.amp.GradScaler):
                 f"GradScaler: {SKIPS_BEFORE_WARNING} steps in a row found NaN or inf{where} and were skipped; at a "
                 f"scale of {self.get_scale():g} the cause is probably the model, not the scale; check the loss before "
                 "it is scaled",
-                stacklevel=3,
-            )
-
-    def _warn_of_no_gradient(self) -> None:
-        """Warns once that optimizers stepped although none had a gradient. Optimizers that did not step may have."""
-        if not self._has_warned_of_no_gradient:
-            self._has_warned_of_no_gradient = True
-            warnings.warn(
-                "GradScaler: optimizers stepped, but none of their parameters has a gradient, so nothing changed; "
-                "call backward() before step(), and check that the loss depends on the optimizers' parameters",
                 stacklevel=3,
             )
 

@@ -1,16 +1,17 @@
 """`PrecisionReport`: which layers of a model underflow, overflow or lose updates, measured in sampled steps.
 
-A sampled step reads every activation and every gradient once more, and counts exponents (`ops/exponents.py`). It also
-compares the masters of 16-bit parameters before the update with those after it, and counts lost updates. The counts
-stay on the device until a method of the report reads them. Other steps run no code of this module: hooks are installed
-before a sampled step and removed after it, and the optimizer itself counts the steps in between.
+A sampled step counts exponents (`ops/exponents.py`), and compares the masters before the update with those after it.
+Other steps run no code of this module: hooks are installed before a sampled step and removed after it, and the
+optimizer itself counts the steps in between.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 from weakref import ref
@@ -44,6 +45,10 @@ _BIAS = 127  # column e of the counts holds magnitudes from 2^(e - 127) on
 _SUBNORMAL = {torch.float16: _BIAS - 14, torch.bfloat16: 1, torch.float32: 1}  # columns below this one, without zeros
 _LOST_IN_FP16 = _BIAS - 25
 _FP16_MAX = 65504.0
+# The figures that `as_dict` returns for each row.
+_FIGURES = (
+    "zeros", "subnormal", "underflow", "lost_in_fp16", "nonfinite", "largest", "norm", "headroom", "lost_updates",
+)  # fmt: skip
 # From which figures on `advice` mentions a row.
 _LEAST_UNDERFLOW = 0.05
 _LEAST_LOST = 0.5
@@ -113,32 +118,23 @@ class Row(NamedTuple):
         return self._below(_LOST_IN_FP16)
 
     def _below(self, column: int) -> float:
-        """Returns the share of elements below this column. Zeros are left out.
-
-        Elements of fp32 and bf16 that were divided by the scale are counted as if they were still multiplied by it. In
-        fp16 the division itself has made them subnormal.
-        """
+        """Returns the share of elements below this column. Zeros are left out."""
+        # Elements that were divided by the scale are counted as if they were still multiplied by it, except in fp16,
+        # where the division itself has made them subnormal.
         if self.dtype is not torch.float16 and self.divided_by > 0:
             column -= round(math.log2(self.divided_by))
         return int(self.exponents[: max(column, 0)].sum()) / self.total
 
     @property
     def underflow(self) -> float:
-        """The share of subnormal elements among those that are not 0, if `computed_in` is fp16. 1.0 if all are 0.
-
-        Otherwise 0. Zeros say little: a layer such as ReLU makes zeros that no scale changes. But if many of the other
-        elements are subnormal, smaller ones have become 0.
-        """
+        """If computed in fp16, the share of subnormal elements among those that are not 0; 1.0 if all are 0. Else 0."""
         if self.computed_in is not torch.float16:
             return 0.0
         return 1.0 if self.zeros == 1 else self.subnormal / (1 - self.zeros)
 
     @property
     def headroom(self) -> float:
-        """The number of doublings, as a real number, until the largest finite magnitude is 65504.
-
-        Elements that were divided by the scale are multiplied by it before.
-        """
+        """The number of doublings, as a real number, until the largest finite magnitude times `divided_by` is 65504."""
         largest = self.largest * self.divided_by
         return math.log2(_FP16_MAX / largest) if largest > 0 else math.inf
 
@@ -151,9 +147,10 @@ class Row(NamedTuple):
 class _Counts:
     """Results of `count_exponents_` on one device, with a row for each name."""
 
-    def __init__(self, kind: str, names: Sequence[str], device: torch.device) -> None:
-        self.kind, self.names = kind, names
-        self.dtypes: list[torch.dtype | None] = [None] * len(names)
+    def __init__(
+        self, kind: str, names: Sequence[str], dtypes: Sequence[torch.dtype | None], device: torch.device
+    ) -> None:
+        self.kind, self.names, self.dtypes = kind, names, dtypes  # a dtype is None if there is nothing to count
         self.counts = torch.zeros(len(names), COLUMNS, dtype=torch.int64, device=device)
         self.largest = torch.zeros(len(names), dtype=torch.float32, device=device)
         self.squares = torch.zeros(len(names), dtype=torch.float64, device=device)
@@ -182,32 +179,25 @@ class _Sample:
     def of_layers(self, kind: str, tensor: Tensor) -> _Counts:
         key = kind, tensor.device, tensor.dtype
         if key not in self._of_layers:
-            self._of_layers[key] = counts = _Counts(kind, self.layers, tensor.device)
-            counts.dtypes = [tensor.dtype] * len(self.layers)
-            self.counts.append(counts)
+            self._of_layers[key] = _Counts(kind, self.layers, [tensor.dtype] * len(self.layers), tensor.device)
+            self.counts.append(self._of_layers[key])
         return self._of_layers[key]
 
     def rows(self) -> list[Row]:
         """Returns the rows, in the order of the model. Rows of one name and dtype are added up."""
         merged: dict[tuple[str, str, torch.dtype], list[Any]] = {}
         for counts in self.counts:
-            exponents, largest, squares = counts.counts.cpu(), counts.largest.tolist(), counts.squares.tolist()
-            updates = counts.updates.tolist()
-            for t, name in enumerate(counts.names):
-                dtype = counts.dtypes[t]
-                if dtype is None or not exponents[t].any():
-                    continue
-                sums = merged.setdefault((counts.kind, name, dtype), [torch.zeros_like(exponents[t]), 0.0, 0.0, 0, 0])
-                sums[0] += exponents[t]
-                sums[1] = max(sums[1], largest[t])
-                sums[2:] = sums[2] + squares[t], sums[3] + updates[t][0], sums[4] + updates[t][1]
+            figures = counts.counts.cpu(), counts.largest.tolist(), counts.squares.tolist(), counts.updates.tolist()
+            counted: Any = zip(counts.names, counts.dtypes, *figures, strict=True)
+            for name, dtype, exponents, largest, squares, (changed, lost) in counted:
+                if dtype is not None and exponents.any():
+                    sums = merged.setdefault((counts.kind, name, dtype), [0, 0.0, 0.0, 0, 0])
+                    sums[0] = sums[0] + exponents
+                    sums[1] = max(sums[1], largest)
+                    sums[2:] = sums[2] + squares, sums[3] + changed, sums[4] + lost
         in_fp16 = {name for kind, name, dtype in merged if kind == ACTIVATION_GRAD and dtype is torch.float16}
-        dtypes: dict[tuple[str, str], int] = {}
-        for kind, name, _ in merged:
-            dtypes[kind, name] = dtypes.get((kind, name), 0) + 1
-        rows, divisor = [], 1.0
-        if self.is_divided and self.scale is not None:
-            divisor = self.scale.item()
+        dtypes = Counter((kind, name) for kind, name, _ in merged)
+        rows, divisor = [], self.scale.item() if self.is_divided and self.scale is not None else 1.0
         for (kind, name, dtype), (exponents, largest, squares, changed, lost) in merged.items():
             computed_in = dtype
             if kind == WEIGHT_GRAD and (name.rpartition(".")[0] or ROOT) in in_fp16:
@@ -225,10 +215,6 @@ ROOT = "(root)"  # the name of the model itself, if it is a layer
 def _nothing(*_: Any) -> None: ...
 
 
-def _no_hook() -> Callable[..., None]:
-    return _nothing
-
-
 class _Hook:
     """A hook of a module. Copies of the module, and pickles, get a function that does nothing.
 
@@ -244,36 +230,21 @@ class _Hook:
             self._function(output)
 
     def __reduce__(self) -> Any:
-        return _no_hook, ()
+        return functools.partial, (_nothing,)
 
 
 class PrecisionReport:
     """Measures which layers underflow, which overflow, and what the loss scale should be.
 
-    A sampled step counts, for every layer and every parameter of the model:
+    A sampled step counts the exponents of the outputs of every layer (activations), of their gradients in the backward
+    pass, and of the gradient of every parameter, as in figures 2 and 3 of Micikevicius et al. 2018. For each 16-bit
+    parameter it also counts the updates that the weight would lose without its master. A *layer* is a module without
+    submodules, or one with parameters of its own.
 
-    - the outputs of the layer (activations), and their gradients in the backward pass: zeros, subnormal numbers, NaN
-      and inf, the largest magnitude, the norm and a histogram of exponents, as in figures 2 and 3 of Micikevicius et
-      al. 2018;
-    - the same for the gradient of each parameter, as the optimizer's step reads it;
-    - for each 16-bit parameter, the share of updates that are lost if they are added to the 16-bit weight. The fused
-      optimizers do not lose them, because they keep masters.
-
-    There are two ways to sample. `every=100` samples the 100th, the 200th, ... step of the optimizer. A `with` block
-    samples the steps in it.
-
-    A *layer* is a module without submodules, or one with parameters of its own. All counts are exact. They stay on the
-    device, and the host does not wait before a method reads them. With `every` a sample begins after a step and ends
-    with the next one, so it covers all micro-batches of an accumulated step. The counts of a `with` block are added up
-    over its steps. A new sample replaces the last one. Other steps run no code of the report.
-
-    To count lost updates, a sampled step keeps the masters from before the update: 4 bytes for each 16-bit weight.
-
-    In a sampled step the model runs eagerly, since layers in compiled code call no hooks. With `every`, pass the result
-    of `torch.compile` as `model`. In a `with` block all compiled code runs eagerly. Recomputed activations
-    (`torch.utils.checkpoint`) are counted once. Outputs of layers in evaluation mode are counted only if they require a
-    gradient, so that a validation between two steps is not counted. A CUDA graph cannot be sampled, and its replays are
-    not counted as steps. Under FSDP2 each rank reports its own shards.
+    `every=100` samples the 100th, the 200th, ... step of the optimizer. A `with` block samples the steps in it, and
+    adds them up. A new sample replaces the last one. Counts are exact, and stay on the device until a method reads
+    them. In a sampled step the model runs eagerly, and the masters from before the update take 4 bytes for each 16-bit
+    weight. The guide to precision says what the figures mean, and what a report cannot see.
 
     Args:
         model: The model.
@@ -315,8 +286,8 @@ class PrecisionReport:
         self._last: _Sample | None = None
         self._undo = contextlib.ExitStack()  # removes hooks
         self._in_block = False
+        self._wait()
         if every is not None:
-            self._wait()
             inner._sampler = self
 
     # -------------------------------------------------------------------------------------------------- sampling
@@ -333,8 +304,7 @@ class PrecisionReport:
     def __exit__(self, *exception: object) -> None:
         self._in_block = False
         self._finish()
-        if self._every is not None:
-            self._wait()
+        self._wait()
 
     def close(self) -> None:
         """Stop sampling, and remove all hooks. The last sample stays readable. `with` blocks still work."""
@@ -344,11 +314,11 @@ class PrecisionReport:
             self._optimizer._sampler, self._optimizer._steps_to_sample = None, 0
 
     def _wait(self) -> None:
-        """Lets the optimizer count the steps until the next sample."""
-        assert self._every is not None
+        """Lets the optimizer count the steps until the next sample, if there is one outside of `with` blocks."""
         if self._every == 1:
             self._start()
-        self._optimizer._steps_to_sample = self._every - 1
+        if self._every is not None:
+            self._optimizer._steps_to_sample = self._every - 1
 
     def _start(self) -> None:
         """Begins a sample: installs hooks."""
@@ -433,14 +403,13 @@ class PrecisionReport:
         for plan in plans:
             members, device = plan.members, plan.device
             own = [names.get(id(p), name) for p, name in zip(members.params, members.names, strict=True)]
-            counts = _Counts(WEIGHT_GRAD, own, device)
-            gradients = [None if p.grad is None else local(p.grad) for p in members.params]
-            counts.dtypes = [None if gradient is None else gradient.dtype for gradient in gradients]
+            dtypes = [None if p.grad is None else p.grad.dtype for p in members.params]
+            counts = _Counts(WEIGHT_GRAD, own, dtypes, device)
             nothing = torch.empty(0, device=device)
-            counts.add(0, [nothing if gradient is None else gradient for gradient in gradients])
+            counts.add(0, [nothing if p.grad is None else local(p.grad) for p in members.params])
             for row, name, param in zip(counts.updates, members.names, members.params, strict=True):
                 if param.grad is not None and param.dtype is not torch.float32:
-                    sample.masters.append((row, name, param, self._master(name, param)))
+                    sample.masters.append((row, name, param, local(self._optimizer._master(name, param))))
             sample.counts.append(counts)
         sample.is_divided = grad_scale is None
         if grad_scale is not None:
@@ -448,23 +417,15 @@ class PrecisionReport:
         elif self._scaler is not None and plans:
             sample.scale = self._scaler.scale(torch.ones((), device=plans[0].device))
 
-    def _master(self, name: str, param: Tensor) -> Tensor:
-        return local(self._optimizer._master(name, param))
-
     def _end_step(self) -> None:
-        """Counts the updates of a step. Ends the sample, unless it is that of a `with` block.
-
-        The optimizer calls it after a step.
-        """
+        """Counts the updates after a step of the optimizer. Ends the sample, unless it is that of a `with` block."""
         sample = self._sample
         assert sample is not None
         for row, name, param, before in sample.masters:
-            row.copy_(count_lost(before, self._master(name, param), param.dtype))
+            row.copy_(count_lost(before, local(self._optimizer._master(name, param)), param.dtype))
         sample.masters = []
-        if self._in_block:
-            return
-        self._finish()
-        if self._every is not None:
+        if not self._in_block:
+            self._finish()
             self._wait()
 
     # ---------------------------------------------------------------------------------------------------- results
@@ -478,13 +439,11 @@ class PrecisionReport:
     def rows(self) -> list[Row]:
         """Return what the last sample counted, the worst rows first. Waits for the device.
 
-        Rows with NaN or inf come first. The others are sorted by `Row.underflow`, then by `Row.lost_in_fp16` and
-        `Row.headroom`.
-
         Returns:
             A list with a `Row` for the outputs of each layer, for their gradients, and for the gradient of each
                 parameter. Layers that did not run, and parameters without a gradient, have none. The list is empty
-                before the first sample.
+                before the first sample. Rows with NaN or inf come first. The others are sorted by `Row.underflow`, then
+                by `Row.lost_in_fp16` and `Row.headroom`.
         """
         rows = [] if self._last is None else self._last.rows()
         return sorted(rows, key=lambda row: (-row.nonfinite, -row.underflow, -row.lost_in_fp16, row.headroom))
@@ -502,24 +461,17 @@ class PrecisionReport:
         if (scale := self.scale) is not None:
             figures["scale"] = scale
         for row in self.rows():
-            own = {
-                "zeros": row.zeros, "subnormal": row.subnormal, "underflow": row.underflow,
-                "lost_in_fp16": row.lost_in_fp16, "nonfinite": row.nonfinite, "largest": row.largest,
-                "norm": row.norm, "headroom": row.headroom if row.largest > 0 else None,
-                "lost_updates": row.lost_updates,
-            }  # fmt: skip
+            own = {name: getattr(row, name) for name in _FIGURES if name != "headroom" or row.largest > 0}
             figures |= {f"{row.kind}/{row.name}/{name}": x for name, x in own.items() if x is not None}
         return figures
 
     def advice(self) -> list[str]:
         """Return a sentence for each layer and parameter whose figures call for a change, the worst first.
 
-        Waits for the device. The sentences follow from these figures: NaN and inf; at least 5 % of the gradients that
-        are not 0 are subnormal in fp16, or all are 0; activations within a factor of 2 of 65504. The last sentence
-        names the parameters that would lose at least half of their updates without masters.
+        Waits for the device.
 
         Returns:
-            A list of sentences.
+            A list of sentences. The guide to precision says which figures call for one.
         """
         rows = self.rows()
         if self.scale is None:
@@ -574,9 +526,8 @@ class PrecisionReport:
     def plot(self, kind: str = "activation_grad") -> Any:
         """Plot the exponents of each layer in the last sample. Needs matplotlib. Waits for the device.
 
-        The left part shows for each layer the share of elements that are 0 or subnormal. The right part is a histogram
-        of exponents for each layer, as a row of colours. Vertical lines mark the range of fp16: its smallest number is
-        2^-24, numbers below 2^-14 are subnormal, and numbers above 65504 become inf.
+        For each layer the left part shows the share of elements that are 0 or subnormal, and the right part a histogram
+        of exponents, as a row of colours. Vertical lines mark the range of fp16.
 
         Args:
             kind: "activation", "activation_grad" or "weight_grad".
@@ -593,21 +544,47 @@ class PrecisionReport:
         rows = [] if self._last is None else [row for row in self._last.rows() if row.kind == kind]
         if self.scale is None or not rows:
             raise ValueError(f"PrecisionReport.plot: no sampled step has an {kind}; sample a step first")
-        return _plot(rows, kind, self.scale)
+        figure_of = import_extra("PrecisionReport.plot", "matplotlib.figure", "bench").Figure
+        low, high = -40, 17  # the exponents that the histogram shows; others are in its first and last column
+        shares = torch.zeros(len(rows), high - low + 1)
+        for t, row in enumerate(rows):
+            counts = row.exponents[1:255].double()
+            inside = counts[low + _BIAS - 1 : high + _BIAS].clone()
+            inside[0] += counts[: low + _BIAS - 1].sum()
+            inside[-1] += counts[high + _BIAS :].sum()
+            shares[t] = inside / row.total
+        figure = figure_of(figsize=(10, max(3.0, 1.2 + 0.22 * len(rows))), layout="constrained")
+        bars, colours = figure.subplots(1, 2, sharey=True, width_ratios=(1, 3))
+        names, y = [row.name for row in rows], range(len(rows))
+        zeros = [row.zeros for row in rows]
+        bars.barh(y, zeros, color="tab:red", label="zeros")
+        bars.barh(y, [row.subnormal for row in rows], left=zeros, color="tab:orange", label="subnormal")
+        bars.set(xlim=(0, 1), xlabel="share", yticks=list(y))
+        bars.set_yticklabels(names, fontsize=7)
+        bars.invert_yaxis()
+        figure.legend(*bars.get_legend_handles_labels(), fontsize=7, loc="outside lower left", ncols=2)
+        image = colours.imshow(
+            shares.numpy(), aspect="auto", cmap="Blues", interpolation="nearest", vmin=0,
+            extent=(low, high + 1, len(rows) - 0.5, -0.5),
+        )  # fmt: skip
+        for position, label in ((-24, "fp16's smallest"), (-14, "normal from here"), (16, "overflow")):
+            colours.axvline(position, color="black", linewidth=0.8, linestyle="--")
+            colours.text(position, -0.7, label, fontsize=6, ha="center", va="bottom")
+        colours.set_xlabel("exponent (log2 of the magnitude)")
+        figure.colorbar(image, ax=colours, label="share of elements")
+        figure.suptitle(f"{_WORDS[kind]} at a loss scale of {self.scale:g}", fontsize=9)
+        return figure
 
 
 def _check_arguments(model: Any, optimizer: Any, inner: Any, scaler: Any, every: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"PrecisionReport: model must be a torch Module, got a {type(model).__name__}")
-    if not isinstance(inner, FusedOptimizer):
+    is_fused = isinstance(inner, FusedOptimizer)
+    if not is_fused or len(innermost(optimizer)) > 1:
+        several = " that holds several; pass one of these, with a report for each"
         raise TypeError(
             "PrecisionReport: optimizer must be one of amp_kernels.optim, or a wrapper of one, got a "
-            f"{type(optimizer).__name__}; train with one of amp_kernels.optim"
-        )
-    if len(innermost(optimizer)) > 1:
-        raise TypeError(
-            "PrecisionReport: optimizer must be one of amp_kernels.optim, or a wrapper of one, got a "
-            f"{type(optimizer).__name__} that holds several; pass one of these, with a report for each"
+            f"{type(optimizer).__name__}{several if is_fused else '; train with one of amp_kernels.optim'}"
         )
     if scaler is not None and not callable(getattr(scaler, "scale", None)):
         raise TypeError(f"PrecisionReport: scaler must be a GradScaler or None, got a {type(scaler).__name__}")
@@ -644,11 +621,8 @@ def _tensors(output: Any) -> Iterator[Tensor]:
     if isinstance(output, Tensor):
         if output.dtype in DTYPE_CODES and output.layout is torch.strided and not output.is_nested:
             yield output
-    elif isinstance(output, dict):
-        for value in output.values():
-            yield from _tensors(value)
-    elif isinstance(output, (tuple, list)):
-        for value in output:
+    elif isinstance(output, (dict, tuple, list)):
+        for value in output.values() if isinstance(output, dict) else output:
             yield from _tensors(value)
 
 
@@ -722,36 +696,3 @@ class _Advisor:
             "keep the masters of the fused optimizers: these parameters would lose updates that are too small for "
             f"their 16-bit weights: {named}{more}"
         ]
-
-
-def _plot(rows: Sequence[Row], kind: str, scale: float) -> Any:
-    figure_of = import_extra("PrecisionReport.plot", "matplotlib.figure", "bench").Figure
-    low, high = -40, 17  # the exponents that the histogram shows; others are in its first and last column
-    shares = torch.zeros(len(rows), high - low + 1)
-    for t, row in enumerate(rows):
-        counts = row.exponents[1:255].double()
-        inside = counts[low + _BIAS - 1 : high + _BIAS].clone()
-        inside[0] += counts[: low + _BIAS - 1].sum()
-        inside[-1] += counts[high + _BIAS :].sum()
-        shares[t] = inside / row.total
-    figure = figure_of(figsize=(10, max(3.0, 1.2 + 0.22 * len(rows))), layout="constrained")
-    bars, colours = figure.subplots(1, 2, sharey=True, width_ratios=(1, 3))
-    names, y = [row.name for row in rows], range(len(rows))
-    zeros = [row.zeros for row in rows]
-    bars.barh(y, zeros, color="tab:red", label="zeros")
-    bars.barh(y, [row.subnormal for row in rows], left=zeros, color="tab:orange", label="subnormal")
-    bars.set(xlim=(0, 1), xlabel="share", yticks=list(y))
-    bars.set_yticklabels(names, fontsize=7)
-    bars.invert_yaxis()
-    figure.legend(*bars.get_legend_handles_labels(), fontsize=7, loc="outside lower left", ncols=2)
-    image = colours.imshow(
-        shares.numpy(), aspect="auto", cmap="Blues", interpolation="nearest", vmin=0,
-        extent=(low, high + 1, len(rows) - 0.5, -0.5),
-    )  # fmt: skip
-    for position, label in ((-24, "fp16's smallest"), (-14, "normal from here"), (16, "overflow")):
-        colours.axvline(position, color="black", linewidth=0.8, linestyle="--")
-        colours.text(position, -0.7, label, fontsize=6, ha="center", va="bottom")
-    colours.set_xlabel("exponent (log2 of the magnitude)")
-    figure.colorbar(image, ax=colours, label="share of elements")
-    figure.suptitle(f"{_WORDS[kind]} at a loss scale of {scale:g}", fontsize=9)
-    return figure

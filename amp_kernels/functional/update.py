@@ -244,7 +244,7 @@ def update(
     ]
     call(
         update_, family.name, params, grads, *given, *[None] * (3 - len(given)), masters or None,
-        list(family.hyper.of(options)), 0.0 if isinstance(lr, Tensor) else float(lr),
+        list(family.hyper_of(options)), 0.0 if isinstance(lr, Tensor) else float(lr),
         lr if isinstance(lr, Tensor) else None, steps_taken, grad_scale, found_inf, grad_remainders,
     )  # fmt: skip
     note_written(params, masters, *(state for state in given if state is not None))

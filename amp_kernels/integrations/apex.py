@@ -116,7 +116,7 @@ def initialize(
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> model, optimizer = amp_kernels.amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
         >>> type(optimizer), model.weight.dtype, model(torch.ones(3, 4)).dtype
-        (<class 'amp_kernels.optim.sgd.FusedSGD'>, torch.float16, torch.float32)
+        (<class 'amp_kernels.optim.optimizers.FusedSGD'>, torch.float16, torch.float32)
     """
     global _set_up
     if unknown:

@@ -15,7 +15,7 @@ from transformers.training_args import OptimizerNames
 
 from ..optim import FusedAdamW, FusedRMSprop, FusedSGD, fp32_state_dict, load_fp32_state_dict
 from ..optim._base import FusedOptimizer
-from ..optim._options import check_state_dtype
+from ..optim._state import check_state_dtype
 from .accelerate import FusedAcceleratedOptimizer, accelerated, fused_scaler
 
 __all__ = ["FusedTrainer"]

@@ -3,11 +3,9 @@
 Averages and exact weights of a model, and learning rates under loss scaling.
 """
 
-from .adam import FusedAdam, FusedAdamW
 from .averages import ema_
-from .rmsprop import FusedRMSprop
+from .optimizers import FusedAdam, FusedAdamW, FusedRMSprop, FusedSGD
 from .schedulers import SkipAwareScheduler
-from .sgd import FusedSGD
 from .weights import fp32_state_dict, load_fp32_state_dict
 
 __all__ = [

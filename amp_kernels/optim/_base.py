@@ -9,6 +9,7 @@ under `amp_kernels.GradScaler` or for clipping. The update (`Plan.update`) write
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -23,14 +24,14 @@ from .. import backends
 from ..functional.unscale import grad_norm, to_device, total_norm
 from ..ops.table import DTYPE_CODES, RECORD
 from ._checkpoints import WithCheckpoints
-from ._options import check_max_grad_norm, check_options, check_params, check_state_dtype, restored
 from ._plan import Column, Hyper, Members, NativePlan, Plan, capturing
 from ._reference_plan import ReferencePlan
-from ._stored import storages
+from ._state import check_max_grad_norm, check_options, check_params, check_state_dtype, restored, storages
 from ._sweep import sweep
 from ._tensors import check_parameter, dense, local
 from ._wrappers import caller, is_in_wrappers_of_torch, wrapped
 
+# ZeroRedundancyOptimizer, and the scaler that reads an attribute, can be found only on the call stack (`caller`).
 _ZERO, _SCALER = "torch.distributed.optim.zero_redundancy_optimizer", "torch.amp.grad_scaler"
 _NEAR = 40  # calls from the step of a scaler to that of an optimizer inside a holder, of which hooks make several each
 
@@ -93,24 +94,17 @@ class FusedOptimizer(WithCheckpoints):
     _last_taken: tuple[Callable[[], Any], int, Callable[[], Any]] | None = None
 
     def __init__(
-        self,
-        params: ParamsT,
-        *,
-        max_grad_norm: float | None,
-        state_dtype: torch.dtype | str,
-        foreach: bool | None,
-        fused: bool | None,
-        differentiable: bool,
-        **options: Any,
+        self, params: ParamsT, *, foreach: bool | None, fused: bool | None, differentiable: bool, **options: Any
     ) -> None:
         name = type(self).__name__
         if differentiable:
             torchs = [c.__name__ for c in type(self).__mro__ if c.__module__.startswith("torch.optim.")]
             remedy = f"; use torch.optim.{torchs[0]} for that" if torchs[0] != "Optimizer" else ""
             raise ValueError(f"{name}: differentiable must be False, got True{remedy}")
-        dtype = check_state_dtype(name, state_dtype)
+        dtype = check_state_dtype(name, options.pop("state_dtype"))
         check_params(name, params)
-        check_options(name, {**options, "max_grad_norm": max_grad_norm})
+        check_options(name, options)
+        max_grad_norm = options.pop("max_grad_norm")
         if foreach and fused:
             raise RuntimeError(f"{name}: foreach and fused must not both be True; leave both out, they have no effect")
         given: Any = params if isinstance(params, Tensor) else list(params)  # for a Tensor torch raises an error
@@ -124,8 +118,6 @@ class FusedOptimizer(WithCheckpoints):
         """Adds the options and attributes of a fused optimizer to those that torch's constructor has set."""
         for group in (self.defaults, *self.param_groups):
             group["foreach"], group["fused"] = foreach, fused
-        self.defaults.update(max_grad_norm=max_grad_norm, state_dtype=state_dtype)
-        for group in self.param_groups:
             group.setdefault("max_grad_norm", max_grad_norm)
             group.setdefault("state_dtype", state_dtype)
         self._norm: Tensor | None = None
@@ -134,10 +126,7 @@ class FusedOptimizer(WithCheckpoints):
     # ---------------------------------------------------------------------------------------------- public properties
     @property
     def max_grad_norm(self) -> float | None:
-        """The norm that gradients are clipped to inside the step, or None.
-
-        Setting this attribute sets the option in every parameter group.
-        """
+        """The norm that gradients are clipped to inside the step, or None. Setting it sets every group's option."""
         norms = list(dict.fromkeys(group["max_grad_norm"] for group in self.param_groups))
         if len(norms) > 1:
             raise ValueError(
@@ -165,11 +154,8 @@ class FusedOptimizer(WithCheckpoints):
         """Whether a scaler skipped the last step: a 0-dim bool tensor, on the device of the scaler's verdict.
 
         Making it does not wait for the device, but ``if optimizer.step_was_skipped`` waits for a GPU. Read it before
-        the next step.
-
-        If other code overrides or wraps the step, or holds the optimizer, `torch.amp.GradScaler` skips on the host, and
-        does not tell the optimizer. Then the gradients of the holder are checked for NaN and inf, so read this before
-        `zero_grad`. Shards of gradients (DTensor, FSDP1) are not checked, and such a skip is not seen.
+        the next step, and under `torch.amp.GradScaler` before `zero_grad` if other code overrides or wraps the step, or
+        holds the optimizer. The guide to loss scaling says why, and which skips are not seen.
         """
         found_inf = self._verdict()
         return torch.tensor(False, device="cpu") if found_inf is None else found_inf != 0
@@ -194,7 +180,7 @@ class FusedOptimizer(WithCheckpoints):
         # FSDP1 needs a process group. If there is none, a step need not look at every parameter (perhaps a thousand).
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return False
-        return any(getattr(p, "_fsdp_flattened", False) for params in self._params_by_group() for p in params)
+        return any(getattr(p, "_fsdp_flattened", False) for group in self.param_groups for p in group["params"])
 
     # ------------------------------------------------------------------------------------------------------- step
     @torch.compiler.disable
@@ -250,7 +236,9 @@ class FusedOptimizer(WithCheckpoints):
         if observer is not None:
             observer._end_step()
         elif self._steps_to_sample > 0:
-            self._count_down()
+            self._steps_to_sample -= 1
+            if self._steps_to_sample == 0 and self._sampler is not None:  # the next step is to be sampled
+                self._sampler._start()
         return loss
 
     @torch.no_grad()
@@ -313,12 +301,6 @@ class FusedOptimizer(WithCheckpoints):
             grad_norm(gradients, found_inf=flag)
         return any_of(flags)
 
-    def _count_down(self) -> None:
-        """Counts a step that is not sampled. If the next one is to be sampled, lets the report prepare for it."""
-        self._steps_to_sample -= 1
-        if self._steps_to_sample == 0 and self._sampler is not None:
-            self._sampler._start()
-
     def _refuse_partial_norm(self) -> None:
         """Raises RuntimeError if this rank holds only a part of the gradients."""
         parts = {
@@ -355,9 +337,8 @@ class FusedOptimizer(WithCheckpoints):
         self._run_gradient_pass(plans, scale, divide=divide, write=write, clear=True)
         found_inf = self._agree_over_meshes([plan.found_inf for plan in plans])
         # Step hooks may change gradients after this pass. The step then reads the tensors again. As in torch, gradients
-        # from hooks are not checked for NaN and inf. There is one exception: if `max_grad_norm` is set, the step runs a
-        # second gradient pass. If this pass finds NaN or inf, it sets `Plan.found_inf`, and parameters on one device
-        # skip the step.
+        # from hooks are not checked for NaN and inf, except if `max_grad_norm` is set: then the step runs a second
+        # gradient pass. If this pass finds NaN or inf, it sets `Plan.found_inf`, and parameters on one device skip.
         is_hooked = self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks
         return Verdict(None if write else scale, found_inf, None if write or is_hooked else plans)
 
@@ -389,10 +370,7 @@ class FusedOptimizer(WithCheckpoints):
 
     # ------------------------------------------------------------------------------------------------------ plans
     def _prepare(self, *, writes: bool = False, of_all: bool = False) -> list[Plan]:
-        """Refreshes the plans from the tensors of this step. Returns those with a gradient, or all (`of_all`).
-
-        `writes`: whether gradients will be written.
-        """
+        """Refreshes the plans, as `Plan.refresh` says. Returns those with a gradient, or all (`of_all`)."""
         if type(torch.empty(0, device="cpu")) is not Tensor:
             raise RuntimeError(
                 f"{type(self).__name__}.step: must not run in a mode that makes fake tensors, since these have no "
@@ -404,7 +382,7 @@ class FusedOptimizer(WithCheckpoints):
             if not self._refresh(writes):
                 raise RuntimeError(f"{type(self).__name__}.step: parameters changed while the step was prepared")
         assert self._plans is not None
-        hyper = [Hyper(self._family.hyper.of(group), group["lr"]) for group in self.param_groups]
+        hyper = [Hyper(self._family.hyper_of(group), group["lr"]) for group in self.param_groups]
         plans = [plan for plan in self._plans if of_all or plan.written]
         for plan in plans:
             plan.set_hyper(hyper)
@@ -421,7 +399,8 @@ class FusedOptimizer(WithCheckpoints):
 
     def _follow(self) -> None:
         """Makes new plans if parameters or backends changed. If only `state` changed, the plans get its new entries."""
-        lists = [params if isinstance(params, list) else list(params) for params in self._params_by_group()]
+        params_by_group = (group["params"] for group in self.param_groups)
+        lists = [params if isinstance(params, list) else list(params) for params in params_by_group]
         same = sweep().same
         if self._plans is None or any(plan.backend != backends.select(plan.device) for plan in self._plans):
             self._make_plans()
@@ -445,7 +424,7 @@ class FusedOptimizer(WithCheckpoints):
             members.names.append(name)
             members.groups.append(index)
         self._plans = [self._make_plan(device, members) for device, members in by_device.items()]
-        self._plan_params = [list(params) for params in self._params_by_group()]
+        self._plan_params = [list(group["params"]) for group in self.param_groups]
         self._refresh_state_entries()
 
     def _refresh_state_entries(self) -> None:
@@ -530,7 +509,15 @@ class FusedOptimizer(WithCheckpoints):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._drop_plans()
         state.get("defaults", {}).setdefault("state_dtype", torch.float32)  # pickled by a release without the option
-        super().__setstate__(state)
+        # torch expects the key "step" in every entry that is not empty.
+        entries = state.get("state", {})
+        stepless = {p: entry for p, entry in entries.items() if isinstance(entry, dict) and "step" not in entry}
+        rest = defaultdict(dict, {p: entry for p, entry in entries.items() if p not in stepless})
+        super().__setstate__({**state, "state": rest})
+        self.state.update(stepless)
+        for group in self.param_groups:
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
         self._last_found_inf = self._last_taken = None  # they belong to a step before the load
         self.__dict__.setdefault("_log", OverflowLog())
         self.__dict__.setdefault("_norm", None)
@@ -552,13 +539,13 @@ class FusedOptimizer(WithCheckpoints):
             [0.5, 0.25]
         """
         name, own = type(self).__name__, {}
-        is_group = isinstance(param_group, dict)  # for anything else torch raises an error
-        if is_group and "state_dtype" in param_group:
-            own["state_dtype"] = check_state_dtype(name, param_group["state_dtype"])
-        if is_group and "params" in param_group:
-            check_params(name, param_group["params"])
-            check_options(name, param_group)
-        with restored([param_group] if is_group else []):
+        given = param_group if isinstance(param_group, dict) else {}  # for anything else torch raises an error
+        if "state_dtype" in given:
+            own["state_dtype"] = check_state_dtype(name, given["state_dtype"])
+        if "params" in given:
+            check_params(name, given["params"])
+            check_options(name, given)
+        with restored([given]):
             super().add_param_group(param_group)
             group = self.param_groups[-1]
             # Parameters of other dtypes that kernels cannot update are refused once they have a gradient.

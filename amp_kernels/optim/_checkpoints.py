@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import warnings
-from collections import defaultdict
 from typing import Any
 
 import torch
@@ -14,13 +12,26 @@ from torch.distributed.tensor import DTensor
 
 from ..families import ADAM, FAMILIES
 from ..ops.checks import why_not_loaded
-from ._options import check_options, check_state_dtype
 from ._reference_plan import unsigned
-from ._state import WithState, check_step, why_not_codes, zeros_like
-from ._stored import Stored, codes_key, keys_of, scale_key, store, value_of
+from ._state import (
+    Stored,
+    WithState,
+    check_options,
+    check_state_dtype,
+    check_step,
+    keys_of,
+    store,
+    value_of,
+    why_not_codes,
+    zeros_like,
+)
 from ._tensors import has_memory, kind, local
 
 _LOW = (torch.float16, torch.bfloat16)
+_FLATTENED = (
+    ", probably from torch.distributed.checkpoint with flatten_optimizer_state_dict=True; get, load and set state "
+    "dicts without that option"
+)
 
 
 class WithCheckpoints(WithState):
@@ -54,39 +65,38 @@ class WithCheckpoints(WithState):
         """
         if compact:
             self._refuse_codes_of_shards()
-        export = functools.partial(self._export, compact=compact)
+
+        def export(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+            self._export(state_dict, compact)
+
         handle = self.register_state_dict_post_hook(export, prepend=True)  # before the user's hooks
         try:
             return super().state_dict()
         finally:
             handle.remove()
 
-    @staticmethod
     @torch.no_grad()
-    def _export(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], *, compact: bool) -> None:
-        """Converts the entries of a state dict for saving: `remainder` becomes `master`, states become fp32.
-
-        If a parameter was cast to fp32 and is equal to its master, the master is left out.
-        """
-        assert isinstance(optimizer, WithCheckpoints)
-        state_dict["format"] = optimizer._format
+    def _export(self, state_dict: dict[str, Any], compact: bool) -> None:
+        """Converts the entries of a state dict for saving: `remainder` becomes `master`, states become fp32."""
+        state_dict["format"] = self._format
         for group in state_dict["param_groups"]:
             # torch.distributed.checkpoint raises an error for a torch.dtype.
-            group["state_dtype"] = str(check_state_dtype(type(optimizer).__name__, group["state_dtype"]))
+            group["state_dtype"] = str(check_state_dtype(type(self).__name__, group["state_dtype"]))
         keys = (key for group in state_dict["param_groups"] for key in group["params"])
-        params = dict(zip(keys, optimizer._named_parameters(), strict=True))
-        low = optimizer._dtypes_before_fp32()
+        params = dict(zip(keys, self._named_parameters(), strict=True))
+        low = self._dtypes_before_fp32()
         for key, state in state_dict["state"].items():
             if not isinstance(state, dict) or key not in params:
                 continue
             new: dict[str, Tensor | None] = {}  # None: the key is left out
             name, index, param = params[key]
             if "remainder" in state:
-                master = optimizer._master(name, param, low.get(param))
+                master = self._master(name, param, low.get(param))
+                # If a parameter was cast to fp32 and is equal to its master, the master is left out.
                 is_needed = param.dtype is not torch.float32 or not torch.equal(local(master), local(param))
                 new = {"remainder": None, "master": master if is_needed else None}
-            new |= optimizer._in_fp32(state, compact)
-            new |= optimizer._exported_steps(param, optimizer.param_groups[index], {**state, **new})
+            new |= self._in_fp32(state, compact)
+            new |= self._exported_steps(param, self.param_groups[index], {**state, **new})
             state_dict["state"][key] = {k: v for k, v in {**state, **new}.items() if k not in new or v is not None}
 
     def _in_fp32(self, state: dict[str, Any], compact: bool) -> dict[str, Tensor | None]:
@@ -97,11 +107,13 @@ class WithCheckpoints(WithState):
         """
         new: dict[str, Tensor | None] = {}
         for name, code in zip(self._family.states, self._family.codes, strict=True):
-            value, codes = value_of(state, name, code), state.get(codes_key(name))
+            value = value_of(state, name, code)
             if value is None:
                 continue
+            _, codes_key, scale_key = keys_of(name)
+            codes = state.get(codes_key)
             if codes is not None and not (compact and name not in state and codes.is_contiguous()):
-                new |= {codes_key(name): None, scale_key(name): None, name: value}
+                new |= {codes_key: None, scale_key: None, name: value}
             elif value.dtype is torch.bfloat16 and not compact:
                 new[name] = value.float()
         return new
@@ -115,7 +127,9 @@ class WithCheckpoints(WithState):
         keys = self._keys - {"remainder", "master"}
         if keys.isdisjoint(state):
             return {}
-        step = _exported(self._steps_in(state))
+        step = self._steps_in(state)
+        step = unsigned(step) if isinstance(step, Tensor) and step.dtype is torch.int32 else torch.as_tensor(step)
+        step = step.to("cpu", torch.float32).view(())  # as torch saves it
         if step > 0:
             names = [name for name in self._needed(group) if all(state.get(key) is None for key in keys_of(name))]
             return {"step": step, **{name: zeros_like(param) for name in names}}
@@ -137,16 +151,12 @@ class WithCheckpoints(WithState):
     def _dtypes_before_fp32(self) -> dict[Tensor, torch.dtype]:
         """Guesses the 16-bit dtypes that fp32 parameters with a remainder had before a cast such as ``model.float()``.
 
-        Remainders are int16 for fp16 and bf16 alike, so the guess is made from the weights. One in eight random fp16
-        numbers is also a bf16 number, so an fp16 parameter with many different values does not look like bf16. One with
+        Remainders are int16 for fp16 and bf16 alike, so the guess is made from the weights. An fp16 parameter with many
+        different values does not look like bf16, since one in eight random fp16 numbers is also a bf16 number. One with
         few values counts as bf16 only if all fp32 parameters with a remainder look like bf16.
         """
-        params = [
-            p
-            for _, _, p in self._named_parameters()
-            if p.dtype is torch.float32 and "remainder" in self.state.get(p, ())
-        ]
-        are_bf16 = {p: _looks_like_bf16(local(p)) for p in params}
+        of_fp32 = (p for _, _, p in self._named_parameters() if p.dtype is torch.float32)
+        are_bf16 = {p: _looks_like_bf16(local(p)) for p in of_fp32 if "remainder" in self.state.get(p, ())}
         usual = torch.bfloat16 if all(are_bf16.values()) else torch.float16
         return {
             p: (torch.bfloat16 if _has_many_values(local(p)) else usual) if is_bf16 else torch.float16
@@ -157,14 +167,10 @@ class WithCheckpoints(WithState):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of the matching torch optimizer.
 
-        Masters are loaded in fp32, whatever the dtype of the parameters is. If the state dict has none, as for fp32
-        parameters, the optimizer keeps the masters that it has. There is one exception: if an optimizer of this class
-        saved the state dict, and had no state yet, the weights become the masters. If a torch state dict lacks a state,
-        that state starts as in a new optimizer.
-
-        If weights were saved in bf16 and are loaded in fp16, or the other way round, the loaded masters may differ by
-        up to one unit in the last place of bf16. For weights closer to 0 than 2^-14 the difference may be larger. To
-        keep all bits, use `load_fp32_state_dict`.
+        If the state dict has no masters, as for fp32 parameters, the optimizer keeps the masters that it has. But if an
+        optimizer of this class saved the state dict, and had no state yet, the weights become the masters. If a torch
+        state dict lacks a state, that state starts as in a new optimizer. To change from fp16 to bf16, or the other way
+        round, use `load_fp32_state_dict`, since the masters that are loaded here would lose bits.
 
         Args:
             state_dict: What `state_dict()` returned.
@@ -185,9 +191,9 @@ class WithCheckpoints(WithState):
             >>> optimizer.param_groups[0]["lr"], int(optimizer.state[weight]["step"])
             (0.5, 1)
         """
-        # `saved` holds the entries that this class loads. torch does not get these entries, because it would cast them
-        # to the dtypes of the parameters.
-        saved: dict[int, dict[str, Any]] = {}
+        # For each parameter, the entries that this class loads. torch does not get these entries, because it would cast
+        # them to the dtypes of the parameters.
+        saved: dict[Tensor, dict[str, Any]] = {}
         is_part = False  # whether this class saved the state dict, and other code may have left out entries
 
         def set_aside(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
@@ -204,21 +210,19 @@ class WithCheckpoints(WithState):
                 group["state_dtype"] = own["state_dtype"]
             rest = dict(loaded["state"])
             keys = ((key, group) for group in loaded["param_groups"] for key in group["params"])
-            named = self._named_parameters()
-            for position, ((key, group), (name, _index, param)) in enumerate(zip(keys, named, strict=False)):
+            for (key, group), (name, _index, param) in zip(keys, self._named_parameters(), strict=False):
                 entry = rest.get(key)
                 if isinstance(entry, dict):
-                    saved[position] = {k: v for k, v in entry.items() if k in self._keys}
+                    saved[param] = {k: v for k, v in entry.items() if k in self._keys}
                     rest[key] = {k: v for k, v in entry.items() if k not in self._keys}
                     self._check_entry(f"{type(self).__name__}.load_state_dict: {{}} of {name}", param, group, entry)
             return {**loaded, "state": {key: entry for key, entry in rest.items() if entry != {}}}
 
-        before = dict(self.__dict__)
-        is_whole = "format" in state_dict
-
         def load(_: torch.optim.Optimizer) -> None:
             self._load_entries(saved, before["state"], is_whole)
 
+        before = dict(self.__dict__)
+        is_whole = "format" in state_dict
         handles = (
             self.register_load_state_dict_pre_hook(set_aside),  # runs after the user's hooks
             self.register_load_state_dict_post_hook(load, prepend=True),
@@ -235,8 +239,8 @@ class WithCheckpoints(WithState):
         if is_part:
             self._warn_of_lost_masters(saved)
 
-    def _load_entries(self, saved: dict[int, dict[str, Any]], before: dict[Any, Any], is_whole: bool) -> None:
-        """Loads the saved entries. `saved` has them by the positions of their parameters.
+    def _load_entries(self, saved: dict[Tensor, dict[str, Any]], before: dict[Any, Any], is_whole: bool) -> None:
+        """Loads the saved entries.
 
         A parameter without a saved master keeps its master in `before`, with one exception. If `is_whole`, the state
         dict has all entries that this class saved. If it has masters, or no entries, the other parameters had no state
@@ -244,11 +248,11 @@ class WithCheckpoints(WithState):
         """
         has_masters = any("master" in entry for entry in saved.values())
         keeps_masters = not (is_whole and (has_masters or not saved))
-        for position, (name, index, param) in enumerate(self._named_parameters()):
+        for name, index, param in self._named_parameters():
             if keeps_masters and "remainder" in before.get(param, {}):
                 self.state[param]["remainder"] = before[param]["remainder"]
-            if position in saved:
-                self._load_entry(name, param, self.param_groups[index], saved[position])
+            if param in saved:
+                self._load_entry(name, param, self.param_groups[index], saved[param])
 
     def _check_family(self, group: dict[str, Any]) -> None:
         found = [family.name for family in FAMILIES.values() if group.keys() >= set(family.options)]
@@ -268,9 +272,7 @@ class WithCheckpoints(WithState):
             # To flatten a state dict, torch takes the keys from `optimizer.state`. They include "remainder", but not
             # "master".
             raise ValueError(
-                f"{what.format('the fp32 master')} must be in the state dict, got a remainder in its place, probably "
-                "from torch.distributed.checkpoint with flatten_optimizer_state_dict=True; get, load and set state "
-                "dicts without that option"
+                f"{what.format('the fp32 master')} must be in the state dict, got a remainder in its place{_FLATTENED}"
             )
         for key in ("master", *self._family.states):
             value = entry.get(key)
@@ -301,36 +303,30 @@ class WithCheckpoints(WithState):
         """Returns the codes of a saved entry by the names of their states. Raises ValueError if one does not fit."""
         found = {}
         for name, code in zip(self._family.states, self._family.codes, strict=True):
-            if entry.get(name) is None and any(entry.get(key) is not None for key in keys_of(name)):
-                reason = why_not_codes(Stored(name, torch.int8, code), param, entry)
-                if reason is None and not entry[codes_key(name)].is_contiguous():
-                    reason = (
-                        f"{codes_key(name)} of {{}} must be contiguous, since state_dict(compact=True) saves them so"
-                    )
-                if isinstance(entry.get(codes_key(name)), dict):  # torch takes the keys from `optimizer.state`
-                    reason = (
-                        f"{name} of {{}} must be in the state dict, got a dict of codes in its place, probably from "
-                        "torch.distributed.checkpoint with flatten_optimizer_state_dict=True; get, load and set state "
-                        "dicts without that option"
-                    )
-                if reason:
-                    caller, _, parameter = what.partition(": {} of ")
-                    raise ValueError(f"{caller}: {reason.format(parameter)}")
-                scale = local(entry[scale_key(name)])
-                if not ((scale >= 0) & (scale < torch.inf)).all():
-                    raise ValueError(
-                        f"{what.format(scale_key(name))} must be finite and not negative, got {scale.min().item()} to "
-                        f"{scale.max().item()}; if the state held NaN or inf, save it by state_dict(), without compact"
-                    )
-                found[name] = entry[codes_key(name)]
+            _, codes_key, scale_key = keys_of(name)
+            codes: Any = entry.get(codes_key)
+            scale: Any = entry.get(scale_key)
+            if entry.get(name) is not None or (codes is None and scale is None):
+                continue
+            if isinstance(codes, dict):  # torch takes the keys from `optimizer.state`
+                got = f"got a dict of codes in its place{_FLATTENED}"
+                raise ValueError(f"{what.format(name)} must be in the state dict, {got}")
+            wrong = why_not_codes(Stored(name, torch.int8, code), param, entry)
+            if wrong is None and not codes.is_contiguous():
+                wrong = codes_key, "must be contiguous, since state_dict(compact=True) saves them so"
+            if wrong is not None:
+                raise ValueError(f"{what.format(wrong[0])} {wrong[1]}")
+            if not ((scale >= 0) & (scale < torch.inf)).all():
+                raise ValueError(
+                    f"{what.format(scale_key)} must be finite and not negative, got {scale.min().item()} to "
+                    f"{scale.max().item()}; if the state held NaN or inf, save it by state_dict(), without compact"
+                )
+            found[name] = codes
         return found
 
-    def _warn_of_lost_bits(self, saved: dict[int, dict[str, Any]]) -> None:
-        lacking = [
-            name
-            for position, (name, _, param) in enumerate(self._named_parameters())
-            if _lacks_bits(param, saved.get(position, {}).get("master"))
-        ]
+    def _warn_of_lost_bits(self, saved: dict[Tensor, dict[str, Any]]) -> None:
+        named = self._named_parameters()
+        lacking = [name for name, _, param in named if _lacks_bits(param, saved.get(param, {}).get("master"))]
         if lacking:
             warnings.warn(
                 f"{type(self).__name__}.load_state_dict: {len(lacking)} fp32 parameters ({lacking[0]} is the first) "
@@ -340,10 +336,9 @@ class WithCheckpoints(WithState):
                 stacklevel=4,
             )
 
-    def _warn_of_lost_masters(self, saved: dict[int, dict[str, Any]]) -> None:
+    def _warn_of_lost_masters(self, saved: dict[Tensor, dict[str, Any]]) -> None:
         """Warns if some parameters have an entry in a state dict of this class, and others of 16 bits have none."""
-        low = {i: name for i, (name, _, p) in enumerate(self._named_parameters()) if p.dtype in _LOW}
-        lacking = [name for i, name in low.items() if i not in saved]
+        lacking = [name for name, _, p in self._named_parameters() if p.dtype in _LOW and p not in saved]
         if lacking and saved:
             warnings.warn(
                 f"{type(self).__name__}.load_state_dict: {len(lacking)} 16-bit parameters ({lacking[0]} is the first) "
@@ -353,33 +348,19 @@ class WithCheckpoints(WithState):
                 stacklevel=4,
             )
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        # torch expects the key "step" in every entry that is not empty.
-        entries = state.get("state", {})
-        stepless = {p: entry for p, entry in entries.items() if isinstance(entry, dict) and "step" not in entry}
-        rest = defaultdict(dict, {p: entry for p, entry in entries.items() if p not in stepless})
-        super().__setstate__({**state, "state": rest})
-        self.state.update(stepless)
-        for group in self.param_groups:
-            for key, value in self.defaults.items():
-                group.setdefault(key, value)
-
     def _load_entry(self, name: str, param: Tensor, group: dict[str, Any], saved: dict[str, Any]) -> None:
         if saved.get("master") is not None:
             self._load_master(name, param, saved["master"])
         if not param.requires_grad and saved.keys() <= {"master"}:
             return
-        self._fit_state(name, param, group)
-        state = self.state[param]
-        used = {stored.name: stored for stored in self._stored(param, group)}
+        state, used = self.state[param], {stored.name: stored for stored in self._stored(param, group)}
         for key, code in zip(self._family.states, self._family.codes, strict=True):
             value = value_of(saved, key, code)
             if value is not None:
                 # A state that is not needed with the present options is kept too, since these may be changed back.
                 store(state, used.get(key, Stored(key, torch.float32, code)), param, value)
-        first = self._set_at_first_step
-        is_set = first not in used or any(saved.get(key) is not None for key in keys_of(first))
-        state["step"].fill_(int(self._steps_in(saved)) if is_set else 0)  # 0: the next step sets the buffer
+        state["step"] = int(self._steps_in(saved))
+        self._fit_state(name, param, group)  # makes the states that are missing
 
 
 def _lacks_bits(param: Tensor, master: Tensor | None) -> bool:
@@ -411,12 +392,6 @@ def _is_adam_of_another_package(group: dict[str, Any]) -> bool:
     """
     of_torch = group.keys() & set().union(*_options_of_torch().values())
     return "betas" in group and of_torch <= {"lr", "betas", "eps", "weight_decay"}
-
-
-def _exported(step: Any) -> Tensor:
-    """Returns a count of steps as torch saves it."""
-    is_count = isinstance(step, Tensor) and step.dtype is torch.int32
-    return (unsigned(step) if is_count else torch.as_tensor(step)).to("cpu", torch.float32).view(())
 
 
 def _has_many_values(weights: Tensor) -> bool:

@@ -42,7 +42,7 @@ from ..ops.table import (
     send,
     shares_memory,
 )
-from ._stored import Storage
+from ._state import Storage
 from ._sweep import ABSENT, UNREAD, sweep
 from ._tensors import Spans, check_written, has_memory, local, read_gradient
 

@@ -13,7 +13,7 @@ from ..ops.table import STATE_DTYPES, STATES, is_dense
 from ..reference.states import decode, encode, random_bits, to_bf16
 from ..reference.update import assign
 from ._plan import Column, Hyper, Keys, Members, Plan, Read, check_apart, check_gradients
-from ._stored import flat
+from ._state import flat
 from ._tensors import check_written, read_gradient
 
 

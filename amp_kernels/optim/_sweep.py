@@ -31,7 +31,7 @@ class Sweep(NamedTuple):
             Writes the column of each parameter into `table`, int64 [rows, parameters] on the host (`ops.table.Row`),
             and its form into `forms`, int64 [parameters]. Returns the number of columns that Python still has to read,
             and the number of columns with a gradient. `states` are the entries of ``optimizer.state``. `groups` are the
-            group numbers of the parameters. `keys` has a pair of `Storage` (_stored.py) for each group.
+            group numbers of the parameters. `keys` has a pair of `Storage` (_state.py) for each group.
             `checked` is the memory in which `apart` keeps the last table. A parameter and its states are tested for
             being negated views only if one of their addresses differs from the one there. A lazy clone shares the
             memory of a tensor until one of the two is written. If a parameter has a lazy clone, the parameter gets

@@ -1,12 +1,4 @@
-"""Finds out whether other code wraps an optimizer, or its step.
-
-Wrappers have no common mark, so each kind is found in its own way:
-
-- The wrapper of an optimizer has the optimizer in one of its attributes, perhaps in a list, tuple or dict (`wrapped`,
-  `with_wrapped`).
-- The wrapper of a step is a function. Its module tells whether it belongs to torch (`is_in_wrappers_of_torch`).
-- ZeroRedundancyOptimizer, and the scaler that reads an attribute, are on the call stack (`caller`).
-"""
+"""Finds out whether other code wraps an optimizer, or its step. Wrappers have no common mark."""
 
 from __future__ import annotations
 

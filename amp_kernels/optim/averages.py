@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -27,13 +28,11 @@ _FOLLOW = {"momentum": 0.0, "dampening": 0.0, "weight_decay": 1.0, "nesterov": F
 def ema_(averages: Iterable[Tensor], optimizer: FusedOptimizer, decay: float) -> None:
     """Move fp32 averages of the weights towards the masters of an optimizer.
 
-    For every parameter: `average <- decay * average + (1 - decay) * master`. Call it after each step.
+    For every parameter: `average <- average - (1 - decay) * (average - master)`. With a decay of 0 the last bits of the
+    average may therefore differ from those of the master. Call it after each step.
 
     If a scaler skipped the last step, the averages do not change. The device decides this, so the host does not wait.
     For a wrapped optimizer under `torch.amp.GradScaler`, call it before `zero_grad` (see `step_was_skipped`).
-
-    The kernel computes `average - (1 - decay) * (average - master)`. With a decay of 0 the last bits of the average may
-    therefore differ from those of the master.
 
     Args:
         averages: One fp32 tensor per parameter, in the order of the optimizer's groups, with the shape, the device and
@@ -71,9 +70,20 @@ def ema_(averages: Iterable[Tensor], optimizer: FusedOptimizer, decay: float) ->
     if len(own) != len(params):
         check_same_shapes("ema_", "averages", own, weights)  # raises
     followers, leaders = [own[t] for t in trainable], [weights[t] for t in trainable]
-    remainders = [optimizer._remainder_of(params[t]) for t in trainable]
+    by_device: dict[torch.device, list[int]] = defaultdict(list)
+    for t in trainable:
+        by_device[weights[t].device].append(t)
+    found_inf = optimizer._verdict()
     try:
-        _follow(followers, leaders, remainders, 1 - decay, optimizer._verdict())
+        if len(by_device) > 1:  # before the averages on the first device are modified
+            _check(followers, leaders)
+        for device, members in by_device.items():
+            remainders = [r for t in members if (r := optimizer._remainder_of(params[t])) is not None]
+            update(
+                SGD, [own[t] for t in members], [weights[t] for t in members], [None], (), _FOLLOW,
+                1 - decay, steps_taken=0, grad_scale=None, grad_remainders=remainders or None,
+                found_inf=None if found_inf is None else to_device(found_inf, device),
+            )  # fmt: skip
     except (RuntimeError, TypeError, ValueError):  # C++ does not say which argument is wrong
         check_same_shapes("ema_", "averages", own, weights)
         _check(followers, leaders)
@@ -91,25 +101,3 @@ def _check(averages: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
     check_states("ema_", "averages", averages, weights, [torch.float32])
     check_memory("ema_", {"averages": averages})
     check_tensors("ema_", "the optimizer's parameters", weights)
-
-
-def _follow(
-    averages: Sequence[Tensor],
-    weights: Sequence[Tensor],
-    remainders: Sequence[Tensor | None],
-    rate: float,
-    found_inf: Tensor | None,
-) -> None:
-    """Moves each fp32 average towards the master of its weight by the fraction `rate` of their difference."""
-    by_device: dict[torch.device, list[int]] = {}
-    for t, weight in enumerate(weights):
-        by_device.setdefault(weight.device, []).append(t)
-    if len(by_device) > 1:  # before the averages on the first device are modified
-        _check(averages, weights)
-    for device, members in by_device.items():
-        kept = [r for t in members if (r := remainders[t]) is not None]
-        update(
-            SGD, [averages[t] for t in members], [weights[t] for t in members], [None], (), _FOLLOW,
-            rate, steps_taken=0, grad_scale=None, found_inf=None if found_inf is None else to_device(found_inf, device),
-            grad_remainders=kept or None,
-        )  # fmt: skip

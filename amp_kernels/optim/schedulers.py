@@ -15,18 +15,12 @@ from ._wrappers import innermost
 class SkipAwareScheduler(LRScheduler):
     """Steps a learning rate scheduler only for steps of the optimizer that a scaler did not skip.
 
-    torch's schedulers count skipped steps, since a fused step under a scaler skips on the device. Each call of `step`
-    here acts on the verdict of the iteration before. So the learning rate comes one iteration late:
-    optimizer steps 0 and 1 both have the first learning rate, and step n + 1 has the one that the scheduler gives after
-    n steps. CPUs behave the same, so that results are equal.
+    Each call of `step` acts on the verdict of the iteration before, so the learning rate comes one iteration late. It
+    is not late without a scaler, or if a scaler decides on the host. If such a scaler is torch's, call `step` before
+    `zero_grad` (see `step_was_skipped` of the optimizers). The guide to loss scaling has examples.
 
-    Nothing is late without a scaler, or if a scaler decides on the host, as it does for a step that is overridden or
-    wrapped. If such a scaler is torch's, call `step` before `zero_grad` (see `step_was_skipped` of the optimizers).
-
-    If the optimizer took several steps since the last call, for example in an epoch, the scheduler steps at once,
-    whatever the verdicts are. Replays of a CUDA graph are not counted as steps. All other attributes are those of the
-    scheduler. To combine schedulers, wrap the result, `SkipAwareScheduler(SequentialLR(...))`, since a SequentialLR
-    counts its own calls.
+    All other attributes are those of the scheduler. To combine schedulers, wrap the result,
+    `SkipAwareScheduler(SequentialLR(...))`, since a SequentialLR counts its own calls.
 
     Args:
         scheduler: A scheduler of `torch.optim.lr_scheduler`, except ReduceLROnPlateau. Its optimizer must be one of

@@ -20,8 +20,7 @@ _LOW = (torch.float16, torch.bfloat16)
 def fp32_state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return `model.state_dict()` in fp32, with the master in place of each 16-bit parameter.
 
-    The result is a state dict for the same model in fp32. Load it into an fp32 model with `load_state_dict`, or into
-    16-bit weights with `load_fp32_state_dict`.
+    Load the result into an fp32 model with `load_state_dict`, or into 16-bit weights with `load_fp32_state_dict`.
 
     Args:
         model: A model of any dtypes. Parameters may be tied, frozen, or trained by another optimizer.
@@ -67,8 +66,7 @@ def load_fp32_state_dict(
     """Load fp32 weights into a model and into the masters of its optimizer.
 
     The rest of the optimizer's state, such as momentum, does not change. If `optimizer.load_state_dict` loads masters
-    after this call, they replace the masters from this call. Masters are exact, with the exceptions that the `master`
-    method of the optimizers lists.
+    after this call, they replace those from this call. The `master` method of the optimizers says how exact they are.
 
     Args:
         model: A model of any dtypes.

@@ -129,7 +129,7 @@ struct Model {
   }
 };
 
-// How a parameter stores its states: `Storage` in amp_kernels/optim/_stored.py.
+// How a parameter stores its states: `Storage` in amp_kernels/optim/_state.py.
 struct Storage {
   int dtype = 0, coded = 0, with_sign = 0;
   PyObject *keys = nullptr, *absent = nullptr;

@@ -30,7 +30,7 @@ from torch import Tensor
 import amp_kernels
 from amp_kernels import testing
 from amp_kernels.optim import FusedAdam, FusedRMSprop, FusedSGD
-from amp_kernels.optim._stored import flat, value_of
+from amp_kernels.optim._state import flat, value_of
 from amp_kernels.reference.states import GROUP, LEAST_SCALE, MOMENTUM, SECOND_MOMENT, Code, decode, encode
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from amp_kernels import _loader
 from amp_kernels.families import ADAM
 from amp_kernels.ops.table import DTYPE_CODES, STATE_DTYPES, Row
 from amp_kernels.optim import FusedSGD, _sweep
-from amp_kernels.optim._stored import Storage, storages
+from amp_kernels.optim._state import Storage, storages
 from amp_kernels.optim._sweep import ABSENT, UNREAD
 
 CPU = torch.device("cpu")

@@ -64,7 +64,7 @@ def update_arguments(family: Family, example: str = "full", *, is_scaled: bool =
     params, grads, *states, masters = lists(f"{family.name}_")
     present = [state if name in kept else None for name, state in zip(family.states, states, strict=True)]
     scalars = (one(0.1), 1, one(2.0), one(0.0)) if is_scaled else (None, 1, None, None)
-    hyper = list(family.hyper.of({**update.defaults(), **options}))
+    hyper = list(family.hyper_of({**update.defaults(), **options}))
     return family.name, params, grads, *present, *[None] * (3 - len(states)), masters, hyper, 0.1, *scalars
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from amp_kernels import use_backend
 from amp_kernels.ops.table import LEAST_LEAN
 from amp_kernels.optim import FusedAdam, FusedAdamW, FusedRMSprop, FusedSGD
-from amp_kernels.optim._stored import flat
+from amp_kernels.optim._state import flat
 from amp_kernels.reference.states import MOMENTUM, SECOND_MOMENT, decode, encode, random_bits, to_bf16
 
 FP32, BF16, INT8 = torch.float32, torch.bfloat16, torch.int8

@@ -110,7 +110,7 @@ class Step:
         self.record = place(torch.zeros(RECORD, dtype=torch.int64))
         hyper = torch.full((2, HYPER_COLUMNS), math.nan)
         for row, group in zip(hyper, self.options, strict=True):
-            columns = FAMILIES[family].hyper.of({**UPDATES[family].defaults(), **group})
+            columns = FAMILIES[family].hyper_of({**UPDATES[family].defaults(), **group})
             row[: len(columns)] = torch.tensor(columns)
         self.hyper = place(hyper)
         self.rates = place(torch.tensor(self.LR))
