@@ -295,79 +295,59 @@ def _small_weights(op: str, dtype: torch.dtype, masters: str, device: torch.devi
 def _update_cases(op: str) -> Iterator[Case]:
     every = UPDATES[op.removesuffix("_")].examples
     most = every["maximize"]
-    same = ("contiguous", "contiguous")
     few = (9, 1025)
 
-    def case(dtype: str, name: str, options: dict[str, Any], params: Make, grads: Sequence[Make], **rest: Any) -> Case:
-        arguments = {"layouts": same, "scale": None, "tensor_lr": False, "masters": "full", **rest}
-        return Case(op, dtype, name, partial(_update, op, options, params, grads, *arguments.values()))
+    def case(
+        dtype: str, name: str, options: dict[str, Any], params: Make, grads: Sequence[Make], *, masters: str = "full",
+        layouts: tuple[str, str] = ("contiguous", "contiguous"), scale: float | None = None, tensor_lr: bool = False,
+    ) -> Case:  # fmt: skip
+        return Case(op, dtype, name, partial(_update, op, options, params, grads, layouts, scale, tensor_lr, masters))
 
-    for dtype_name, dtype in DTYPES.items():
+    # Kernels have separate code for weights with remainders, so most cases are repeated with "split" masters.
+    for masters, (dtype_name, dtype) in itertools.product(("full", "split"), DTYPES.items()):
+        if masters == "split" and dtype is torch.float32:
+            continue
+        prefix = "split_" if masters == "split" else ""
+        of_dtype = partial(case, dtype_name, masters=masters)
         params = partial(of_sizes, dtype, few)
         grads = [partial(of_sizes, dtype, few, 10 * k + 5) for k in range(3)]
         for name, options in every.items():
-            yield case(dtype_name, name, options, params, grads)
+            yield of_dtype(f"{prefix}{name}", options, params, grads)
         for grad_name, grad_dtype in DTYPES.items():
             if grad_name != dtype_name:
                 others = [partial(of_sizes, grad_dtype, few, 10 * k + 5) for k in range(2)]
-                for name, options in (("options", most), ("plain", every["plain"])):
-                    yield case(f"{dtype_name}/{grad_name}", name, options, params, others, scale=3.0)
-        yield case(dtype_name, "scaled", most, params, grads, scale=65536.0)
-        yield case(dtype_name, "scaled_by_3", most, params, grads, scale=3.0)
-        yield case(dtype_name, "tensor_lr", most, params, grads, tensor_lr=True)
-        yield case(dtype_name, "sizes", most, partial(of_sizes, dtype), [partial(of_sizes, dtype, seed=5)])
-        yield case(dtype_name, "many_tensors", most, partial(many, dtype), [partial(many, dtype)] * 2)
+                for name, options in (("split" if prefix else "options", most), (f"{prefix}plain", every["plain"])):
+                    yield case(f"{dtype_name}/{grad_name}", name, options, params, others, scale=3.0, masters=masters)
+        yield of_dtype(f"{prefix}sizes", most, partial(of_sizes, dtype), [partial(of_sizes, dtype, seed=5)])
         weights, *gradients = (partial(shaped, dtype, k) for k in range(3))
         for layout in LAYOUTS:
-            yield case(dtype_name, layout, most, weights, gradients, layouts=(layout, layout))
+            yield of_dtype(f"{prefix}{layout}", most, weights, gradients, layouts=(layout, layout))
+        three, with_nan = (partial(with_element, value, "middle", dtype) for value in (1.0, math.nan))
+        yield of_dtype(f"{prefix}grads_with_nan", most, three, [with_nan])
+        yield Case(op, dtype_name, f"{prefix}small_weights", partial(_small_weights, op, dtype, masters))
+        if masters == "split":
+            for kind in VALUES:
+                three_steps = [partial(of_sizes, dtype, (LENGTH,), k) for k in range(3)]
+                name, start = f"split_params_{kind}", partial(values, kind, dtype)
+                yield of_dtype(name, every["momentum"], start, three_steps)
+            yield Case(op, dtype_name, "split_skipped", partial(_skipped, op, most, params, 2.0, "split"))
+            continue
+        yield of_dtype("scaled", most, params, grads, scale=65536.0)
+        yield of_dtype("scaled_by_3", most, params, grads, scale=3.0)
+        yield of_dtype("tensor_lr", most, params, grads, tensor_lr=True)
+        yield of_dtype("many_tensors", most, partial(many, dtype), [partial(many, dtype)] * 2)
         for layout in ("channels_last", "every_other"):
             for name, layouts in (("grads", ("contiguous", layout)), ("params", (layout, "contiguous"))):
-                yield case(dtype_name, f"{name}_{layout}", most, weights, gradients, layouts=layouts)
+                yield of_dtype(f"{name}_{layout}", most, weights, gradients, layouts=layouts)
         one = partial(of_sizes, dtype, (LENGTH,))
         for kind in VALUES:
             # These cases use the example "momentum", because there the option `centered` of RMSprop is off. If
             # `centered` were on and a square overflowed, the variance would be NaN in some implementations and not in
             # others. That depends on whether they use an fma.
-            yield case(dtype_name, f"grads_{kind}", every["momentum"], one, [partial(values, kind, dtype)] * 2)
-        three = partial(with_element, 1.0, "middle", dtype)
-        for value in (math.nan, math.inf):
-            yield case(
-                dtype_name,
-                f"grads_with_{value}",
-                most,
-                three,
-                [partial(with_element, value, "middle", dtype)],
-            )
+            yield of_dtype(f"grads_{kind}", every["momentum"], one, [partial(values, kind, dtype)] * 2)
+        yield of_dtype("grads_with_inf", most, three, [partial(with_element, math.inf, "middle", dtype)])
         for found in (1.0, 2.0, math.nan):
             yield Case(op, dtype_name, f"skipped_by_{found}", partial(_skipped, op, most, params, found, "full"))
-        yield Case(op, dtype_name, "small_weights", partial(_small_weights, op, dtype, "full"))
-        if dtype is torch.float32:
-            continue
-        # Kernels have separate code for weights with remainders, so all layouts are tested again, and all VALUES: above
-        # as gradients, here as weights.
-        rest = {"masters": "split"}
-        for name, options in every.items():
-            yield case(dtype_name, f"split_{name}", options, params, grads, **rest)
-        for grad_name, grad_dtype in DTYPES.items():
-            if grad_name != dtype_name:
-                others = [partial(of_sizes, grad_dtype, few, 10 * k + 5) for k in range(2)]
-                for name, options in (("split", most), ("split_plain", every["plain"])):
-                    yield case(f"{dtype_name}/{grad_name}", name, options, params, others, scale=3.0, **rest)
-        yield case(
-            dtype_name, "split_sizes", most, partial(of_sizes, dtype), [partial(of_sizes, dtype, seed=5)], **rest
-        )
-        for layout in LAYOUTS:
-            yield case(dtype_name, f"split_{layout}", most, weights, gradients, layouts=(layout, layout), **rest)
-        for kind in VALUES:
-            three_steps = [partial(of_sizes, dtype, (LENGTH,), k) for k in range(3)]
-            yield case(
-                dtype_name, f"split_params_{kind}", every["momentum"], partial(values, kind, dtype), three_steps, **rest
-            )
-        yield case(
-            dtype_name, "split_grads_with_nan", most, three, [partial(with_element, math.nan, "middle", dtype)], **rest
-        )
-        yield Case(op, dtype_name, "split_skipped", partial(_skipped, op, most, params, 2.0, "split"))
-        yield Case(op, dtype_name, "split_small_weights", partial(_small_weights, op, dtype, "split"))
     scaled = [partial(mixed, seed, 1024.0) for seed in (5, 7)]
     for name, options in every.items():
         yield case("mixed", name, options, mixed, scaled, scale=1024.0, masters="both")

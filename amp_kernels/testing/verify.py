@@ -13,9 +13,9 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -35,7 +35,8 @@ _PER_SECOND, _SECONDS_IN_A_LOG = 10, 10
 _NONE = testing.Result("", 0.0, 0.0)
 
 
-class Failure(NamedTuple):
+@dataclass(frozen=True)
+class Failure:
     """A case that failed: its first wrong comparison, or the exception that it raised, and the command to repeat it."""
 
     operator: str
@@ -93,11 +94,11 @@ class Row:
         return [self.operator, self.backend, self.dtype, str(self.cases), f"{self.seconds:.1f}", *shown, passed]
 
     def record(self) -> dict[str, Any]:
-        """Return the row for JSON. Errors that are NaN or inf become texts, because JSON has neither."""
+        """Return the row for JSON."""
         return {
             "operator": self.operator, "backend": self.backend, "dtype": self.dtype, "cases": self.cases,
-            "seconds": round(self.seconds, 3), "error": _number(self.worst.error),
-            "allowed": _number(self.worst.allowed), "passed": not self.failures,
+            "seconds": round(self.seconds, 3), "error": self.worst.error, "allowed": self.worst.allowed,
+            "passed": not self.failures,
         }  # fmt: skip
 
 
@@ -116,14 +117,9 @@ class Counter:
         self._done += 1
         if time.monotonic() < self._next and self._done < self._total:
             return
-        text = f"{self._done} of {self._total} cases: {where}"
-        print(
-            f"\r{text}\x1b[K" if self._in_place else text,
-            end="" if self._in_place else "\n",
-            file=sys.stderr,
-            flush=True,
-        )
-        self._next = time.monotonic() + (1 / _PER_SECOND if self._in_place else _SECONDS_IN_A_LOG)
+        start, end, pause = ("\r", "\x1b[K", 1 / _PER_SECOND) if self._in_place else ("", "\n", _SECONDS_IN_A_LOG)
+        print(f"{start}{self._done} of {self._total} cases: {where}", end=end, file=sys.stderr, flush=True)
+        self._next = time.monotonic() + pause
 
     def clear(self) -> None:
         """Erase the number on a terminal, so that another line can be printed there."""
@@ -282,16 +278,12 @@ def _print_cells(cells: Sequence[str]) -> None:
     print("  ".join(cell.ljust(width) for cell, width in zip(cells, _WIDTHS, strict=True)).rstrip(), flush=True)
 
 
-def _grouped(rows: Sequence[Row]) -> Iterator[list[Failure]]:
-    groups: dict[tuple[str, ...], list[Failure]] = {}
-    for failure in (failure for row in rows for failure in row.failures):
-        groups.setdefault(failure.kind, []).append(failure)
-    return iter(groups.values())
-
-
 def _print_failures(rows: Sequence[Row], stopped: str, _: int) -> int:
     """Print the first failure of each kind and the number of others like it, then how many cases ran and failed."""
-    for first, *others in _grouped(rows):
+    kinds: dict[tuple[str, ...], list[Failure]] = {}
+    for failure in (failure for row in rows for failure in row.failures):
+        kinds.setdefault(failure.kind, []).append(failure)
+    for first, *others in kinds.values():
         print(f"\n{first.sentence()}\n  run it alone: {first.command}")
         if others:
             print(f"  {len(others)} other cases fail in the same way (--json lists them)")
@@ -312,20 +304,9 @@ def _print_json(rows: Sequence[Row], stopped: str, seed: int) -> int:
     document = {
         "environment": environment(), "seed": seed, "cases": sum(row.cases for row in rows), "failed": len(failures),
         "lost_context": stopped or None, "rows": [row.record() for row in rows],
-        "failures": [_failure_record(failure) for failure in failures],
+        "failures": [asdict(failure) for failure in failures],
     }  # fmt: skip
+    # JSON has neither NaN nor inf. They become texts, such as "nan".
+    document = json.loads(json.dumps(document), parse_constant=lambda name: str(float(name)))
     print(json.dumps(document, indent=1, allow_nan=False))
     return 1 if failures else 0
-
-
-def _failure_record(failure: Failure) -> dict[str, Any]:
-    values = failure._asdict() | {"error": _number(failure.error), "allowed": _number(failure.allowed)}
-    if failure.at is not None:
-        at = asdict(failure.at)
-        values["at"] = {name: _number(value) if isinstance(value, float) else value for name, value in at.items()}
-    return values
-
-
-def _number(value: float) -> float | str:
-    """Return a finite number unchanged, and NaN or inf as a text, because JSON has neither."""
-    return value if math.isfinite(value) else str(value)
