@@ -10,7 +10,7 @@ import itertools
 import math
 import operator
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -328,25 +328,22 @@ def _level(opt_level: str, keep_batchnorm_fp32: bool | str | None, loss_scale: f
             )
         level = level._replace(keep_batchnorm_fp32=keep == "True")
     if loss_scale is not None and loss_scale != "dynamic":
-        number = _number(loss_scale)
-        if number is None or not 0 < number < math.inf:
-            raise ValueError(f'amp.initialize: loss_scale must be "dynamic" or a positive number, got {loss_scale!r}')
-        loss_scale = number
+        loss_scale = _number("loss_scale", loss_scale, lambda x: 0 < x < math.inf, '"dynamic" or a positive number')
     return level if loss_scale is None else level._replace(loss_scale=loss_scale)
 
 
-def _number(value: Any) -> float | None:
+def _number(name: str, value: Any, is_right: Callable[[float], bool], expected: str) -> float:
     try:
-        return float(value)
+        number = float(value)
     except (TypeError, ValueError):
-        return None
+        number = math.nan
+    if not is_right(number):
+        raise ValueError(f"amp.initialize: {name} must be {expected}, got {value!r}")
+    return number
 
 
 def _bound(name: str, value: Any, least: float) -> float:
-    number = _number(value)
-    if number is None or not number >= least:
-        raise ValueError(f"amp.initialize: {name} must be a number of at least {least:g}, got {value!r}")
-    return number
+    return _number(name, value, lambda x: x >= least, f"a number of at least {least:g}")
 
 
 def _listed(name: str, value: Any, kind: type[T]) -> list[T]:
@@ -542,29 +539,19 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, (dict, list)):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        entries = {key: _cast(v, dtype) for key, v in items}
-        if all(new is value[key] for key, new in entries.items()):
-            return value
-        result = copy.copy(value)
-        for key, new in entries.items():
-            result[key] = new
+        result = value
+        for key, member in value.items() if isinstance(value, dict) else enumerate(value):
+            new = _cast(member, dtype)
+            if new is not member:
+                result = copy.copy(value) if result is value else result
+                result[key] = new
         return result
     if isinstance(value, tuple):
         members = [_cast(v, dtype) for v in value]
         if all(map(operator.is_, members, value)):
             return value
         return type(value)(*members) if hasattr(value, "_fields") else type(value)(members)
-    if not isinstance(value, torch.nn.Module) and (dataclasses.is_dataclass(value) or hasattr(value, "to")):
-        _refuse_to_cast(value, dtype)
-    return value
-
-
-def _refuse_to_cast(value: Any, dtype: torch.dtype) -> None:
-    """Raise TypeError if an attribute of `value` would have to be cast.
-
-    If fp16 tensors were passed on instead, the loss would be computed in fp16, and nobody would notice.
-    """
+    # If fp16 tensors in another object were passed on, the loss would be computed in fp16, and nobody would notice.
     seen: set[int] = set()
     for name, held in _attributes(value):
         if any(t.is_floating_point() and t.dtype is not dtype for t in _tensors_in(held, seen)):
@@ -572,9 +559,13 @@ def _refuse_to_cast(value: Any, dtype: torch.dtype) -> None:
                 f"amp: tensors inside a {type(value).__name__} must be {dtype}, got another dtype in {name}; cast them "
                 "yourself, or put them into a tuple, list or dict, where they are cast"
             )
+    return value
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of a dataclass or of an object with a method `to`, except of a module."""
+    if isinstance(value, torch.nn.Module) or not (dataclasses.is_dataclass(value) or hasattr(value, "to")):
+        return
     yield from getattr(value, "__dict__", {}).items()
     for kind in type(value).__mro__:
         slots = vars(kind).get("__slots__", ())
@@ -585,19 +576,17 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
 
 def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
     """Yield the tensors that `_cast` would find. `seen` has the ids of visited objects, which may form cycles."""
-    if id(value) in seen or isinstance(value, torch.nn.Module):
+    if id(value) in seen:
         return
     seen.add(id(value))
     if isinstance(value, Tensor):
         yield value
-        return
-    members: Iterable[Any] = ()
-    if isinstance(value, (dict, list, tuple)):
-        members = value.values() if isinstance(value, dict) else value
-    elif dataclasses.is_dataclass(value) or hasattr(value, "to"):
-        members = (held for _, held in _attributes(value))
-    for member in members:
-        yield from _tensors_in(member, seen)
+    elif isinstance(value, (dict, list, tuple)):
+        for member in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(member, seen)
+    else:
+        for _, held in _attributes(value):
+            yield from _tensors_in(held, seen)
 
 
 # ---------------------------------------------------------------------------------------------------- a training step

@@ -7,7 +7,6 @@ Trainer refuses them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -73,7 +72,11 @@ class FusedPrecision(MixedPrecision):
             raise ValueError(f"FusedPrecision: scaler must be None with {precision}, since bf16 needs no loss scaling")
         super().__init__("bf16-mixed", "cpu")  # refuses "true"; `connect` sets the device
         self.precision, self.scaler = precision, scaler
-        self._half = HalfPrecision(precision) if precision.endswith("-true") else None
+        if precision.endswith("-true"):  # all that HalfPrecision overrides
+            half = HalfPrecision(precision)
+            contexts = "tensor_init_context", "module_init_context", "forward_context"
+            for name in ("convert_module", "convert_input", *contexts):
+                setattr(self, name, getattr(half, name))
         self._clipping: FusedOptimizer | None = None  # has the Trainer's `max_grad_norm` for the step in progress
 
     def connect(self, model: torch.nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
@@ -83,27 +86,6 @@ class FusedPrecision(MixedPrecision):
         if self.scaler is None and self.precision.startswith("16"):
             self.scaler = GradScaler(self.device)
         return super().connect(model, optimizers, lr_schedulers)
-
-    # ------------------------------------------------------------------ what Lightning's HalfPrecision does for "true"
-    def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Cast the module to 16 bits if `precision` is a "true" one."""
-        return module if self._half is None else self._half.convert_module(module)
-
-    def convert_input(self, data: Any) -> Any:
-        """Cast floating-point inputs to 16 bits if `precision` is a "true" one."""
-        return data if self._half is None else self._half.convert_input(data)
-
-    def tensor_init_context(self) -> AbstractContextManager[Any]:
-        """Return the context in which tensors of the module are made."""
-        return super().tensor_init_context() if self._half is None else self._half.tensor_init_context()
-
-    def module_init_context(self) -> AbstractContextManager[Any]:
-        """Return the context in which the module is made."""
-        return super().module_init_context() if self._half is None else self._half.module_init_context()
-
-    def forward_context(self) -> AbstractContextManager[Any]:
-        """Return the context of forward passes: autocast, or a default dtype if `precision` is a "true" one."""
-        return super().forward_context() if self._half is None else self._half.forward_context()
 
     # -------------------------------------------------------------------------------------------- steps and clipping
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:

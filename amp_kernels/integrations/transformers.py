@@ -156,7 +156,11 @@ class FusedTrainer(Trainer):
         super().save_model(output_dir, _internal_call)
         optimizer, model = self._with_masters()
         if self.saves_fp32 and self.args.should_save and optimizer is not None:
-            _save_fp32(model, optimizer, os.path.join(output_dir or self.args.output_dir, "fp32"))
+            folder = os.path.join(output_dir or self.args.output_dir, "fp32")
+            model.save_pretrained(folder, state_dict=fp32_state_dict(model, optimizer))
+            config = copy.deepcopy(model.config)
+            config.dtype = "float32"  # `from_pretrained` makes a model of this dtype
+            config.save_pretrained(folder)
 
     def _load_best_model(self) -> None:
         """Loads the masters too, if the best checkpoint has them. The Trainer has no public method for this."""
@@ -189,15 +193,14 @@ class FusedTrainer(Trainer):
         The norm of a shard is not that of all gradients. A callback before the step expects clipped gradients.
         """
         optimizer = self._fused()
-        return not (optimizer is None or self._is_sharded(optimizer) or self._has_callback_before_step())
+        if optimizer is None or self._is_sharded(optimizer):
+            return False
+        callbacks, default = self.callback_handler.callbacks, TrainerCallback.on_pre_optimizer_step
+        return all(getattr(c.on_pre_optimizer_step, "__func__", None) is default for c in callbacks)
 
     def _is_sharded(self, optimizer: FusedOptimizer) -> bool:
         """Whether this process may hold only a part of the parameters."""
         return self.is_fsdp_enabled or self.is_deepspeed_enabled or optimizer._has_dtensors()
-
-    def _has_callback_before_step(self) -> bool:
-        callbacks, default = self.callback_handler.callbacks, TrainerCallback.on_pre_optimizer_step
-        return any(getattr(c.on_pre_optimizer_step, "__func__", None) is not default for c in callbacks)
 
 
 def _parse(family: type[FusedOptimizer], text: str | None) -> dict[str, Any]:
@@ -240,11 +243,3 @@ def _name(optimizer: FusedOptimizer, model: torch.nn.Module) -> None:
     if all(id(p) in names for group in groups for p in group["params"]):
         for group in groups:
             group.setdefault("param_names", [names[id(p)] for p in group["params"]])
-
-
-def _save_fp32(model: PreTrainedModel, optimizer: FusedOptimizer, folder: str) -> None:
-    """Saves the masters. The configuration says float32, since `from_pretrained` makes a model of its dtype."""
-    model.save_pretrained(folder, state_dict=fp32_state_dict(model, optimizer))
-    config = copy.deepcopy(model.config)
-    config.dtype = "float32"
-    config.save_pretrained(folder)
