@@ -19,16 +19,12 @@ class CannotRun(Exception):
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table as text. The package tabulate formats it. Without tabulate, columns are padded with spaces."""
-    try:
-        from tabulate import tabulate  # type: ignore[import-untyped, unused-ignore]
-    except ImportError:
-        widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
-        lines = (headers, ["-" * width for width in widths], *rows)
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-        )
-    return str(tabulate(rows, headers, disable_numparse=True))
+    """Return a table as text, with columns that are padded with spaces."""
+    widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
+    lines = (headers, ["-" * width for width in widths], *rows)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
 
 
 def environment() -> dict[str, str]:
