@@ -68,9 +68,8 @@ class Result(NamedTuple):
 
 def _difference(got: Tensor, expected: Tensor, is_wrong: Tensor) -> Difference:
     """Describe the first element for which `is_wrong` is True."""
-    position = int(is_wrong.flatten().int().argmax())
-    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(position), got.shape))
-    values = (x.detach().flatten()[position].item() for x in (got, expected))
+    index = tuple(is_wrong.nonzero()[0].tolist())
+    values = (x.detach()[index].item() for x in (got, expected))
     return Difference(tuple(got.shape), _name(got.dtype), index, *values)
 
 
@@ -90,24 +89,23 @@ def same_kind(name: str, got: Tensor, shape: Sequence[int], dtype: torch.dtype) 
     return Result(name, float(not is_right), 0, None if is_right else _kind_difference(got, shape, dtype))
 
 
+def _none_wrong(name: str, got: Tensor, expected: Tensor, is_wrong: Tensor) -> Result:
+    count = int(is_wrong.sum())
+    return Result(name, count, 0, _difference(got, expected, is_wrong) if count else None)
+
+
 def exact(name: str, got: Tensor, expected: Tensor) -> Result:
     """Compare two tensors element by element, as `differing` does."""
     got, expected = got.detach().cpu(), expected.detach().cpu()
-    count = differing(got, expected)
-    if count == 0:
-        return Result(name, 0, 0)
-    if got.shape != expected.shape or got.dtype != expected.dtype:
-        return Result(name, count, 0, _kind_difference(got, expected.shape, expected.dtype))
-    return Result(name, count, 0, _difference(got, expected, ~_equal(got, expected)))
+    kind = same_kind(name, got, expected.shape, expected.dtype)
+    return _none_wrong(name, got, expected, ~_equal(got, expected)) if kind.passed else kind
 
 
 def unchanged(name: str, before: Sequence[Tensor], after: Sequence[Tensor]) -> Result:
     """Compare tensors from before and after a call, bit by bit."""
-    counts = [changed(old, new) for old, new in zip(before, after, strict=True)]
-    if not sum(counts):
-        return Result(name, 0, 0)
-    old, new = next((old, new) for count, old, new in zip(counts, before, after, strict=True) if count)
-    return Result(name, sum(counts), 0, _difference(new.cpu(), old.cpu(), (_bits(old) != _bits(new)).cpu()))
+    pairs = [(new.cpu(), old.cpu()) for old, new in zip(before, after, strict=True)]
+    results = [_none_wrong(name, new, old, _bits(old) != _bits(new)) for new, old in pairs]
+    return Result(name, sum(r.error for r in results), 0, next((r.at for r in results if r.at), None))
 
 
 def within(name: str, ours: Tensor, theirs: Tensor, truth: Tensor, least: float = 0.0) -> Result:
@@ -217,11 +215,7 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def written_outside(view: Tensor) -> int:
-    """Return the number of elements that were written in the memory around a view.
-
-    The functions in `LAYOUTS` fill this memory with NaN, or with the smallest integer of the dtype. This function
-    counts the elements that no longer have this value. It overwrites the view.
-    """
+    """Return how many elements around a view no longer have the value of `LAYOUTS`. This overwrites the view."""
     if view._base is None:
         return 0
     view.fill_(_poison(view.dtype))
@@ -333,13 +327,10 @@ def many(dtype: torch.dtype) -> list[Tensor]:
 
 
 def with_element(value: float, position: str, dtype: torch.dtype) -> list[Tensor]:
-    """Return three random vectors, in which one element is replaced by `value`.
+    """Return three random vectors, whose "first", "middle" or "last" element is replaced by `value`.
 
-    If `position` is "first", the first element of the first vector is replaced. If it is "middle", an element in the
-    middle of the second vector is replaced. If it is "last", the last element of the third vector is replaced.
-
-    The second vector has 40001 elements, and kernels divide it into several chunks. (Chunks have their maximum of 65536
-    elements only if all tensors together have far more elements than these three.)
+    The "middle" one is in the second vector, which kernels divide into several chunks. (Chunks have their maximum of
+    65536 elements only if all tensors together have far more elements than these three.)
     """
     tensors = [randn(n, dtype=dtype, seed=n) for n in (7, 40001, 1033)]
     tensor, index = {"first": (0, 0), "middle": (1, 20000), "last": (2, -1)}[position]
@@ -361,8 +352,7 @@ def clones(tensors: Sequence[Tensor]) -> list[Tensor]:
 def lost_context(device: torch.device | str) -> str:
     """Return CUDA's error message if the process has lost its CUDA context, otherwise "".
 
-    A process loses its context if a kernel reads an illegal address, for example. CUDA then refuses all further calls
-    of the process.
+    After a read of an illegal address, for example, CUDA refuses all further calls of the process.
     """
     try:
         if torch.device(device).type == "cuda":

@@ -257,8 +257,8 @@ def _out(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _product(
-    sizes: tuple[int, int, int], layouts: tuple[str, str], per: bool, zeros: tuple[bool, bool], out: torch.dtype,
-    extreme: bool, device: torch.device,
+    sizes: tuple[int, int, int], zeros: tuple[bool, bool], out: torch.dtype, device: torch.device, *,
+    layouts: tuple[str, str] = ("contiguous", "transposed"), per: bool = True, extreme: bool = False,
 ) -> Iterator[Result]:  # fmt: skip
     m, n, k = sizes
     a = _operand((m, k), (m if per else 1, 1), zeros[0], 10)
@@ -314,8 +314,9 @@ CONVOLUTIONS: dict[str, _Conv] = {
 
 
 def _convolution(
-    conv: _Conv, layout: str, per: bool, zeros: bool, out: torch.dtype, change: str, device: torch.device
-) -> Iterator[Result]:
+    conv: _Conv, out: torch.dtype, device: torch.device, *, layout: str = "contiguous", per: bool = True,
+    zeros: bool = True, change: str = "",
+) -> Iterator[Result]:  # fmt: skip
     x = _operand((conv.batch, *conv.pixels, conv.channels), (conv.batch, 1, 1, 1) if per else (1,), zeros, 10)
     weight = _operand((conv.outputs, *conv.taps, conv.channels), (conv.outputs, 1, 1, 1) if per else (1,), False, 20)
     zero = x.zero_point
@@ -444,11 +445,9 @@ def _other_cases() -> Iterator[Case]:
 
 def _product_cases() -> Iterator[Case]:
     def case(
-        out: str, name: str, sizes: tuple[int, int, int], a_has_zeros: bool, b_has_zeros: bool, *,
-        layouts: tuple[str, str] = ("contiguous", "transposed"), per: bool = True, extreme: bool = False,
-    ) -> Case:  # fmt: skip
-        zeros = a_has_zeros, b_has_zeros
-        return Case("int8_matmul", out, name, partial(_product, sizes, layouts, per, zeros, _OUT[out], extreme))
+        out: str, name: str, sizes: tuple[int, int, int], a_has_zeros: bool, b_has_zeros: bool, **rest: Any
+    ) -> Case:
+        return Case("int8_matmul", out, name, partial(_product, sizes, (a_has_zeros, b_has_zeros), _OUT[out], **rest))
 
     for out, sizes in itertools.product(DTYPES, SHAPES):
         yield case(out, "x".join(map(str, sizes)), sizes, True, True, layouts=("contiguous", "contiguous"))
@@ -491,12 +490,8 @@ def _product_cases() -> Iterator[Case]:
 
 
 def _convolution_cases() -> Iterator[Case]:
-    def case(
-        name: str, conv: str, out: str, *, layout: str = "contiguous", per: bool = True, zeros: bool = True,
-        change: str = "",
-    ) -> Case:  # fmt: skip
-        body = partial(_convolution, CONVOLUTIONS[conv], layout, per, zeros, _OUT[out], change)
-        return Case("int8_conv2d", out, name, body)
+    def case(name: str, conv: str, out: str, **rest: Any) -> Case:
+        return Case("int8_conv2d", out, name, partial(_convolution, CONVOLUTIONS[conv], _OUT[out], **rest))
 
     for name in CONVOLUTIONS:
         yield case(name, name, "fp32")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,8 +107,9 @@ def _positions(
 
 
 def _unscale(
-    make: Make, layout: str, inv_scale: float, found: float, expected: float, device: torch.device
-) -> Iterator[Result]:
+    make: Make, device: torch.device, *, layout: str = "contiguous", inv_scale: float = 0.37, found: float = 0.0,
+    expected: float = 0.0,
+) -> Iterator[Result]:  # fmt: skip
     grads = place(make(), device, layout)
     before = clones(grads)
     factor, found_inf = torch.tensor(inv_scale, device=device), torch.tensor(found, device=device)
@@ -126,8 +128,9 @@ def _true_norm(grads: Sequence[Tensor], factor: Tensor | None = None) -> Tensor:
 
 
 def _grad_norm(
-    make: Make, layout: str, inv_scale: float | None, found: float, expected: float, device: torch.device
-) -> Iterator[Result]:
+    make: Make, device: torch.device, *, layout: str = "contiguous", inv_scale: float | None = None,
+    found: float = 0.0, expected: float = 0.0,
+) -> Iterator[Result]:  # fmt: skip
     grads = place(make(), device, layout)
     before = clones(grads)
     factor = None if inv_scale is None else torch.tensor(inv_scale, device=device)
@@ -144,16 +147,12 @@ def _unscale_by_1(grads: Sequence[Tensor], found_inf: Tensor) -> None:
     unscale_(grads, inv_scale=torch.ones_like(found_inf), found_inf=found_inf)
 
 
-def _gradient_cases(op: str, body: Callable[..., Iterator[Result]], usual: float | None) -> Iterator[Case]:
-    def case(
-        dtype: str, name: str, make: Make, layout: str = "contiguous", *, inv_scale: float | None = usual,
-        found: float = 0.0, expected: float | None = None,
-    ) -> Case:  # fmt: skip
-        expected = found if expected is None else expected
-        return Case(op, dtype, name, partial(body, make, layout, inv_scale, found, expected))
+def _gradient_cases(op: str, body: Callable[..., Iterator[Result]]) -> Iterator[Case]:
+    def case(dtype: str, name: str, make: Make, **rest: Any) -> Case:
+        return Case(op, dtype, name, partial(body, make, **rest))
 
     for dtype, name, make, layout in gradient_inputs():
-        yield case(dtype, name, make, layout)
+        yield case(dtype, name, make, layout=layout)
     for dtype, name, make in non_finite_inputs():
         yield case(dtype, name, make, expected=1.0)
     is_norm = body is _grad_norm  # a value at a position that one operator reads as NaN is inf for the other
@@ -166,7 +165,7 @@ def _gradient_cases(op: str, body: Callable[..., Iterator[Result]], usual: float
         for inv_scale in (2.0**-16, 1.0, 3e38, 1e-40, 0.0):
             yield case(dtype, f"times_{inv_scale:g}", make, inv_scale=inv_scale)
         for found in (1.0, 2.0, math.nan):
-            yield case(dtype, f"found_{found}_kept", make, found=found)
+            yield case(dtype, f"found_{found}_kept", make, found=found, expected=found)
 
 
 def _clip(make: Make, layout: str, max_norm: float, device: torch.device) -> Iterator[Result]:
@@ -194,7 +193,7 @@ def _clip_cases() -> Iterator[Case]:
 
 
 CASES: dict[str, tuple[Case, ...]] = {
-    "unscale_": tuple(_gradient_cases("unscale_", _unscale, 0.37)),
-    "grad_norm": tuple(_gradient_cases("grad_norm", _grad_norm, None)),
+    "unscale_": tuple(_gradient_cases("unscale_", _unscale)),
+    "grad_norm": tuple(_gradient_cases("grad_norm", _grad_norm)),
     "clip_grad_norm_": tuple(_clip_cases()),
 }

@@ -108,12 +108,7 @@ class Update:
         return self.torch(params, lr=lr, **choice, **options)
 
     def arguments(self, options: dict[str, Any], *, steps_taken: int = 0) -> dict[str, Any]:
-        """Return keyword arguments for `function`.
-
-        They have the values in `options`, and torch's defaults for all other options. `steps_taken` is the number of
-        earlier steps, and `is_first_step` is True if that number is 0. Arguments that `function` does not have are left
-        out.
-        """
+        """Return keyword arguments for `function`: `options`, and torch's defaults for all other options."""
         everything = {**self.defaults(), **options, "is_first_step": steps_taken == 0, "steps_taken": steps_taken}
         return {name: everything[name] for name in inspect.signature(self.function).parameters if name in everything}
 
@@ -218,16 +213,10 @@ def torch_step(optimizer: torch.optim.Optimizer, grads: Sequence[Tensor], scale:
 
 
 def _update(
-    op: str,
-    options: dict[str, Any],
-    make_params: Make,
-    make_grads: Sequence[Make],
-    layouts: tuple[str, str],
-    scale: float | None,
-    tensor_lr: bool,
-    masters: str,
-    device: torch.device,
-) -> Iterator[Result]:
+    op: str, options: dict[str, Any], make_params: Make, make_grads: Sequence[Make], device: torch.device, *,
+    masters: str = "full", layouts: tuple[str, str] = ("contiguous", "contiguous"), scale: float | None = None,
+    tensor_lr: bool = False,
+) -> Iterator[Result]:  # fmt: skip
     ours = UpdateInputs(op, make_params(), options, device, layouts[0], masters)
     theirs, truth = ours.torch_optimizer(torch.float32), ours.torch_optimizer(torch.float64)
     arguments: dict[str, Any] = {"lr": torch.tensor(0.1, device=device)} if tensor_lr else {}
@@ -281,9 +270,7 @@ def _small_weights(op: str, dtype: torch.dtype, masters: str, device: torch.devi
     ours = stepped(device)
     with use_backend("reference"):
         expected = stepped("cpu")
-    lists = {"params": (expected.params, ours.params), "masters": (expected.masters, ours.masters)}
-    for name, tensors in {**lists, **{f"{n}s": (expected.states[n], ours.states[n]) for n in ours.states}}.items():
-        yield unchanged(f"bits of {name}", *([x.cpu() for x in xs] for xs in tensors))
+    yield unchanged("bits of parameters, masters and states", expected.written(), ours.written())
 
 
 def _update_cases(op: str) -> Iterator[Case]:
@@ -291,11 +278,8 @@ def _update_cases(op: str) -> Iterator[Case]:
     most = every["maximize"]
     few = (9, 1025)
 
-    def case(
-        dtype: str, name: str, options: dict[str, Any], params: Make, grads: Sequence[Make], *, masters: str = "full",
-        layouts: tuple[str, str] = ("contiguous", "contiguous"), scale: float | None = None, tensor_lr: bool = False,
-    ) -> Case:  # fmt: skip
-        return Case(op, dtype, name, partial(_update, op, options, params, grads, layouts, scale, tensor_lr, masters))
+    def case(dtype: str, name: str, options: dict[str, Any], params: Make, grads: Sequence[Make], **rest: Any) -> Case:
+        return Case(op, dtype, name, partial(_update, op, options, params, grads, **rest))
 
     # Kernels have separate code for weights with remainders, so most cases are repeated with "split" masters.
     for masters, (dtype_name, dtype) in itertools.product(("full", "split"), DTYPES.items()):
