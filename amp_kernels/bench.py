@@ -158,12 +158,10 @@ def _print_table(found: Sequence[Line], earlier: dict[tuple[str, ...], Row] | No
 
     cells = []
     for line in found:
-        comparison = _compared(line, earlier or {})
-        times = summary.number(comparison["other_ms"]) if comparison else ""
-        ratio = (
-            summary.with_spread(comparison["times_as_long"], comparison["times_as_long_spread"]) if comparison else ""
-        )
-        cells.append([line.ours["benchmark"], *line.cells(), *([times, ratio] if earlier is not None else [])])
+        then = _compared(line, earlier or {})
+        ratio = summary.with_spread(then["times_as_long"], then["times_as_long_spread"]) if then else ""
+        other = [summary.number(then.get("other_ms", "")), ratio] if earlier is not None else []
+        cells.append([line.ours["benchmark"], *line.cells(), *other])
     compared = ["other run, ms", "this / other run (spread)"] if earlier is not None else []
     print(f"\n{table(['family', *summary.HEADERS, *compared], cells)}\n\n{summary.verdicts(found)}.\n" if cells else "")
 

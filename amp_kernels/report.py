@@ -29,13 +29,14 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def environment() -> dict[str, str]:
     """Return the facts on which times and failures can depend: versions, the commit, devices, clocks, threads."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {
         "amp_kernels": f"{amp_kernels.__version__}{_commit()}",
         "torch": f"{torch.__version__}, Python {platform.python_version()}, {platform.platform()}",
         "CUDA": torch.version.cuda or "none",
         "GPU": _gpu() if torch.cuda.is_available() else "none",
         "CPU": _cpu(),
-        "threads": f"{torch.get_num_threads()}, CPUs for this process: {len(_affinity())}",
+        "threads": f"{torch.get_num_threads()}, CPUs for this process: {cpus}",
     }
 
 
@@ -70,10 +71,6 @@ def _cpu() -> str:
     found = [re.search(rf"{name}\s*: (.+)", text) for name in ("model name", "cpu MHz")]
     name, clock = (match[1] if match else "" for match in found)
     return (name or platform.processor() or platform.machine()) + (f", clock {float(clock):.0f} MHz" if clock else "")
-
-
-def _affinity() -> set[int]:
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 def _output(command: Sequence[str]) -> str:

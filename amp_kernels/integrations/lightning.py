@@ -35,15 +35,13 @@ _KEY_OF_LIGHTNING = MixedPrecision.__qualname__
 class FusedPrecision(MixedPrecision):
     """Precision plugin for `Trainer(plugins=...)` whose `gradient_clip_val` works with the fused optimizers.
 
-    Forward passes run as under the Trainer's ``precision`` of the same name. A fused optimizer clips inside its step,
-    as with `max_grad_norm`. fp16 uses `amp_kernels.GradScaler`, also with "16-true", for which Lightning has no scaler.
+    Forward passes run as under the Trainer's ``precision`` of the same name. A fused optimizer clips inside its step.
     The guide to trainers says when torch clips, which hooks see unscaled gradients, and what holds in manual
     optimization.
 
     Args:
         precision: "16-mixed", "bf16-mixed", "16-true" or "bf16-true".
-        scaler: For fp16 only. The default is an `amp_kernels.GradScaler` for the device of the module. If losses are
-            fp16, as "16-true" may make them, give it `max_scale=2.0**15`.
+        scaler: For fp16 only. The default is an `amp_kernels.GradScaler` for the device of the module.
 
     Attributes:
         scaler: The scaler. None for bf16, and for fp16 until the Trainer has placed the module on its device.
@@ -244,9 +242,8 @@ class FusedEMA(Callback):
     """Callback that keeps an exponential moving average of the masters, and evaluates with it.
 
     Each step of a fused optimizer that was not skipped is followed by `amp_kernels.optim.ema_`. Validation, testing and
-    prediction use the averages, rounded to the dtype of the weights. Afterwards weights and masters have the same bits
-    as before. The averages take 4 bytes per weight, and evaluation takes one more copy of the weights. Buffers are not
-    averaged.
+    prediction use the averages, rounded to the dtype of the weights. The averages take 4 bytes per weight, and
+    evaluation takes one more copy of the weights. Buffers are not averaged.
 
     A checkpoint holds the averages in fp32 as `checkpoint["ema_state_dict"]`, by the names of the module's parameters.
     `module.load_state_dict(checkpoint["ema_state_dict"], strict=False)` loads them. The guide to trainers says which

@@ -44,15 +44,12 @@ _LOW = (torch.float16, torch.bfloat16)
 class FusedTrainer(Trainer):
     """A `transformers.Trainer` that trains with the optimizers of `amp_kernels.optim`.
 
-    Options come from `TrainingArguments`, as in `Trainer`: `optim` chooses the optimizer, `optim_args` sets its other
-    options, such as "momentum=0.9, state_dtype=int8", and the step clips to `max_grad_norm`. With `fp16=True` losses
-    are scaled by an `amp_kernels.GradScaler`, which takes fp16 weights too. Optimizers that are passed as `optimizers`
-    or `optimizer_cls_and_kwargs` are used as they are. The guide to trainers has the table of names in `optim`, and
-    says in which cases `Trainer` clips.
+    Options come from `TrainingArguments`, as in `Trainer`. Optimizers that are passed as `optimizers` or
+    `optimizer_cls_and_kwargs` are used as they are. The guide to trainers has the table of names in `optim`, and says
+    when the step clips.
 
     Attributes:
-        saves_fp32: Whether saved models with 16-bit weights have a folder "fp32" with the masters, for
-            `from_pretrained`. It takes 4 bytes per weight, on the disk and, while it is written, on the device.
+        saves_fp32: Whether saved models with 16-bit weights have a folder "fp32" with the masters, 4 bytes per weight.
 
     Examples:
         >>> import tempfile
@@ -104,22 +101,19 @@ class FusedTrainer(Trainer):
                 arguments.
         """
         optimizer = super().create_optimizer(model)
-        self._check_max_grad_norm()
+        fused = self._fused()
+        if fused is not None and fused.max_grad_norm not in (None, self._norm_of_arguments()):
+            raise ValueError(
+                f"FusedTrainer: max_grad_norm of TrainingArguments must be that of {type(fused).__name__}, which is "
+                f"{fused.max_grad_norm}, got {self.args.max_grad_norm}; set one of them to the other, or the "
+                "optimizer's to None"
+            )
         if isinstance(optimizer, FusedOptimizer):
             _name(optimizer, self.model if model is None else model)
             self.optimizer = accelerated(self.accelerator, optimizer)
         if isinstance(self.optimizer, FusedAcceleratedOptimizer):
             self.optimizer.scaler = self.accelerator.scaler  # which may have been replaced since the last training
         return self.optimizer
-
-    def _check_max_grad_norm(self) -> None:
-        optimizer = self._fused()
-        own = None if optimizer is None else optimizer.max_grad_norm
-        if own not in (None, self._norm_of_arguments()):
-            raise ValueError(
-                f"FusedTrainer: max_grad_norm of TrainingArguments must be that of {type(optimizer).__name__}, which "
-                f"is {own}, got {self.args.max_grad_norm}; set one of them to the other, or the optimizer's to None"
-            )
 
     def _norm_of_arguments(self) -> float:
         """Returns the norm to clip to; inf clips nothing, and has the step measure the norm."""

@@ -426,7 +426,5 @@ class Case(NamedTuple):
 
 def by_operator(cases: Iterable[Case]) -> dict[str, tuple[Case, ...]]:
     """Return the cases of each operator, by the operator's name."""
-    found: dict[str, list[Case]] = {}
-    for case in cases:
-        found.setdefault(case.op, []).append(case)
-    return {op: tuple(of_op) for op, of_op in found.items()}
+    every = tuple(cases)
+    return {op: tuple(case for case in every if case.op == op) for op in dict.fromkeys(case.op for case in every)}

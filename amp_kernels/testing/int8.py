@@ -39,10 +39,10 @@ from .common import (
 # Arguments of `quantize_int8` that say which elements of a 4-dimensional input share a scale.
 GROUPS: dict[str, dict[str, Any]] = {
     "tensor": {},
-    "rows": {"dim": -1},
-    "columns": {"dim": 0},
+    "rows": {"dim": (-1,)},
+    "columns": {"dim": (0,)},
     "channels": {"dim": (0, 2, 3)},
-    "middle": {"dim": 2},
+    "middle": {"dim": (2,)},
     "interlocked": {"dim": (0, 2)},
     "all_but_last": {"dim": (0, 1, 2)},
     "nothing_named": {"dim": ()},
@@ -118,11 +118,6 @@ def _compare_codes(name: str, ours: Int8Tensor, expected: tuple[Tensor | None, .
             yield exact(f"{name} {part}", got, wanted)
 
 
-def _dims(options: dict[str, Any]) -> dict[str, Any]:
-    dim = options.get("dim")
-    return {**options, "dim": (dim,) if isinstance(dim, int) else dim}
-
-
 def _named(options: dict[str, Any]) -> str:
     return ", ".join(f"{k}={v}" for k, v in options.items())
 
@@ -150,7 +145,7 @@ def _quantize(make: Make, layout: str, all_options: Sequence[dict[str, Any]], de
     before = laid_out.clone()
     for options in all_options:
         name = _named(options)
-        expected = reference.quantize_int8(x, **_dims(options))
+        expected = reference.quantize_int8(x, **options)
         ours = quantize_int8(laid_out, rounding=_rounding(options.get("seed")), **options)
         yield from _compare_codes(name, ours, expected)
         yield same_kind(f"{name} shape of x", ours.values, x.shape, torch.int8)
@@ -173,7 +168,7 @@ def _dequantize(
     dtype: torch.dtype, layout: str, all_options: Sequence[dict[str, Any]], device: torch.device
 ) -> Iterator[Result]:
     for options in all_options:
-        made = reference.quantize_int8(randn(*SHAPE), **_dims(options))
+        made = reference.quantize_int8(randn(*SHAPE), **options)
         block = options.get("block_size")
         # Scales at the limits: NaN is the scale of a group that held NaN. 3e38 is nearly the largest number of fp32.
         # 1e-45 is rounded to the smallest positive number of fp32.
@@ -188,7 +183,7 @@ def _fake(make: Make, layout: str, all_options: Sequence[dict[str, Any]], device
     leaf = place([x], device, layout)[0].requires_grad_()
     for options in all_options:
         name = _named(options)
-        expected, scale, zero = reference.fake_quantize_int8(x, **_dims(options))
+        expected, scale, zero = reference.fake_quantize_int8(x, **options)
         yield exact(name, fake_quantize_int8(leaf, **options), expected)
         for factor in (1.0, 0.5):  # with 1.0 all codes are in range, with 0.5 many are not
             yield from _fake_static(name, x, leaf, scale * factor, zero, options.get("block_size"))
@@ -364,7 +359,7 @@ def _all(*fixed: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 _BLOCKS: dict[str, Any] = {"block_size": 8}
-_BY_ROW: list[dict[str, Any]] = [{"dim": dim, **kind} for dim in (-1, 0) for kind in KINDS.values()]
+_BY_ROW: list[dict[str, Any]] = [{"dim": (dim,), **kind} for dim in (-1, 0) for kind in KINDS.values()]
 _OUT = {**DTYPES, "int8": torch.int8}  # the dtypes of a product's result
 
 

@@ -113,10 +113,9 @@ def _linear(
     between = dtype if rounds_before_activation(moved[0]) else torch.float32
 
     def passes(cast: torch.dtype | None) -> list[Tensor]:
-        """Return the result and the gradients, computed by torch.
+        """Return the result and the gradients, computed by torch in the dtype `cast`.
 
-        They are computed in the dtype `cast`. If `cast` is None, they are computed in fp32, and rounded to the
-        operands' dtype. In that case the argument of the activation is rounded to `between`.
+        If it is None, they are computed in fp32 and rounded, with the activation's argument rounded to `between`.
         """
         leaves = [t.to(cast or torch.float32).requires_grad_() for t in tensors]
         argument = F.linear(*leaves)

@@ -75,14 +75,9 @@ SMALL = (1e-3, 1e-5, 1e-6)  # sizes of weights; fp16 remainders of the last are 
 
 
 class Update:
-    """An update family: its public function, its fused optimizer, and torch's optimizer for comparison.
+    """An update family: its functional update, its fused optimizer, and the torch optimizer from which that is derived.
 
-    Attributes:
-        function: The functional update, for example `sgd_`.
-        optimizer: The fused optimizer.
-        torch: The torch optimizer from which `optimizer` is derived, for example `torch.optim.SGD`.
-        lr: The learning rate for the examples.
-        examples: The other options, by the name of the example.
+    `examples` has options by the name of the example. Their learning rate is `lr`.
     """
 
     def __init__(self, family: Family) -> None:
@@ -126,19 +121,11 @@ UPDATES = {name: Update(family) for name, family in FAMILIES.items()}
 
 
 class UpdateInputs:
-    """The lists of parameters, masters and states that a functional update takes.
+    """The lists of parameters, masters and states that a functional update, such as `"sgd_"`, takes.
 
-    Args:
-        op: Name of the update, such as `"sgd_"`.
-        values: Tensors from which the parameters are made. Small random numbers are added to each tensor in fp32. The
-            sum, rounded to the dtype of the tensor, is the parameter. If this dtype has 16 bits, the sum itself is the
-            master.
-        options: Options of torch's optimizer that differ from its defaults.
-        device: Device of the tensors.
-        layout: A key of `LAYOUTS`.
-        masters: `"full"` for fp32 masters; `"split"` for masters that are stored as a remainder of the weight (an int16
-            tensor); `"both"` if the first of every three masters is split, and the other two are full.
-        noise: Standard deviation of the small random numbers.
+    Random numbers with the standard deviation `noise` are added to `values` in fp32. The sum, rounded to the dtype of
+    the value, is the parameter. If this dtype has 16 bits, the sum itself is the master. It is stored in fp32 if
+    `masters` is "full", and as a remainder of the weight (int16) if it is "split". With "both", every third is split.
     """
 
     def __init__(
@@ -156,8 +143,8 @@ class UpdateInputs:
         fp32 = [x.float() + noise * randn(*x.shape, seed=i) for i, x in enumerate(values)]
         self.params = place([x.to(v.dtype) for x, v in zip(fp32, values, strict=True)], device, layout)
         low = [(x, v.dtype) for x, v in zip(fp32, values, strict=True) if v.dtype != torch.float32]
-        # With "both", every third master is split. If fp16 and bf16 parameters alternate, each of these dtypes then has
-        # masters of both kinds. If every second master were split, all split masters would belong to the same dtype.
+        # Every third, so that fp16 and bf16 parameters that alternate have masters of both kinds. If every second one
+        # were split, all split masters would belong to the same dtype.
         is_split = itertools.cycle({"full": [False], "split": [True], "both": [True, False, False]}[masters])
         kept = [split(x, dtype)[1] if next(is_split) else x for x, dtype in low]
         self.masters = place(kept, device, layout)

@@ -134,21 +134,10 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--backend", choices=_BACKENDS, help="only this backend; 'default' forces none (default: all that run here)"
     )
     parser.add_argument("--device", choices=tuple(backends.PREFERENCE), help="only tensors on this device")
-    operators = tuple(testing.CASES)
-    parser.add_argument(
-        "--op",
-        action="append",
-        choices=operators,
-        metavar="OP",
-        help=f"only this operator: {', '.join(operators)} (repeatable)",
-    )
-    parser.add_argument(
-        "--dtype",
-        action="append",
-        choices=DTYPES,
-        metavar="DTYPE",
-        help=f"only this dtype, or dtypes of parameters/gradients: {', '.join(DTYPES)} (repeatable)",
-    )
+    choices = {"op": ("operator", [*testing.CASES]), "dtype": ("dtype, or dtypes of parameters/gradients", DTYPES)}
+    for name, (what, known) in choices.items():
+        words = f"only this {what}: {', '.join(known)} (repeatable)"
+        parser.add_argument(f"--{name}", action="append", choices=known, metavar=name.upper(), help=words)
     parser.add_argument("--case", action="append", metavar="NAME", help="only cases with this name (repeatable)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random inputs (default: 0, as in the tests)")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
