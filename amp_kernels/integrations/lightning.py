@@ -104,25 +104,20 @@ class FusedPrecision(MixedPrecision):
         try:
             if self.scaler is None or isinstance(optimizer, torch.optim.LBFGS):  # which Lightning refuses in words
                 return super().optimizer_step(optimizer, model, closure, **kwargs)
-            return self._step_under(self.scaler, optimizer, model, closure, **kwargs)
+            result = closure()
+            if result is None and model.automatic_optimization:  # `training_step` returned None
+                return None
+            self._check_scaled(model, stepping=optimizer)
+            if _reads_gradients(model):
+                self._unscale(optimizer)
+            self._after_closure(model, optimizer)  # hooks and clipping; only Precision's private method calls them
+            result = self.scaler.step(optimizer, **kwargs)
+            self.scaler.update()
+            return result
         finally:
             if self._clipping is not None:
                 self._clipping.max_grad_norm = None
                 self._clipping = None
-
-    def _step_under(
-        self, scaler: torch.amp.GradScaler, optimizer: Any, model: LightningModule, closure: Any, **kwargs: Any
-    ) -> Any:
-        result = closure()
-        if result is None and model.automatic_optimization:  # `training_step` returned None
-            return None
-        self._check_scaled(model, stepping=optimizer)
-        if _reads_gradients(model):
-            self._unscale(optimizer)
-        self._after_closure(model, optimizer)  # hooks and clipping; only Precision's private method calls them
-        result = scaler.step(optimizer, **kwargs)
-        scaler.update()
-        return result
 
     def _clip_gradients(
         self,
