@@ -135,17 +135,12 @@ def _distances(ours: Tensor, theirs: Tensor, truth: Tensor) -> Tensor:
 def error_and_allowed(ours: Tensor, theirs: Tensor, truth: Tensor) -> tuple[float, float]:
     """Return the error of a result and the bound for it.
 
-    The rule is `max|ours - fp64| <= 2 * max|torch - fp64| + 1e-7 * max|fp64|`.
-
-    The rule applies to the elements at which torch's result is finite. After an overflow in fp32, an element of torch's
-    result may be NaN or inf. For such an element, `ours` must be one of the following:
-
-    - the same value, which is NaN or the same infinity;
-    - a number within a relative 1e-6 of the truth, if fp32 can hold the truth.
-
-    If `ours` is neither, or if shapes differ, the error is inf. A number near the truth is accepted too, because
-    torch's own kernels do not all overflow at the same inputs. In `torch.optim.RMSprop`, for example, a GPU multiplies
-    the square `g * g` by `1 - alpha`, but a CPU multiplies `(1 - alpha) * g` by `g`.
+    The rule is `max|ours - fp64| <= 2 * max|torch - fp64| + 1e-7 * max|fp64|`. It applies where torch's result is
+    finite. After an overflow in fp32, an element of torch's result may be NaN or inf. `ours` must then be the same
+    value, or, if fp32 can hold the truth, a number within a relative 1e-6 of it. If it is neither, or if shapes differ,
+    the error is inf. A number near the truth is accepted, because torch's own kernels do not all overflow at the same
+    inputs. In `torch.optim.RMSprop`, for example, a GPU multiplies the square `g * g` by `1 - alpha`, but a CPU
+    multiplies `(1 - alpha) * g` by `g`.
     """
     if ours.shape != theirs.shape:
         return math.inf, 0.0

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -109,15 +109,6 @@ def _rounded(values: Callable[[torch.dtype], Tensor], dtype: torch.dtype) -> Ten
     return values(dtype).to(dtype)
 
 
-def _compare_codes(name: str, ours: Int8Tensor, expected: tuple[Tensor | None, ...]) -> Iterator[Result]:
-    for part, wanted in zip(("values", "scale", "zero_point"), expected, strict=True):
-        got = getattr(ours, part)
-        if got is None or wanted is None:
-            yield Result(f"{name} has a {part}", float(got is not wanted), 0)
-        else:
-            yield exact(f"{name} {part}", got, wanted)
-
-
 def _named(options: dict[str, Any]) -> str:
     return ", ".join(f"{k}={v}" for k, v in options.items())
 
@@ -135,33 +126,37 @@ def _moved(arguments: dict[str, Any], device: torch.device) -> dict[str, Any]:
 Make = Callable[[], Tensor]
 
 
-def _rounding(seed: int | None) -> Literal["nearest", "stochastic"]:
-    return "nearest" if seed is None else "stochastic"
+def _codes(name: str, x: Tensor, on_device: Tensor, options: dict[str, Any]) -> Iterator[Result]:
+    """Compare the codes of `on_device`, which is `x` on the device of the case, with those of the reference."""
+    rounding: Any = "nearest" if options.get("seed") is None else "stochastic"
+    ours = quantize_int8(on_device, rounding=rounding, **_moved(options, on_device.device))
+    for part, expected in zip(("values", "scale", "zero_point"), reference.quantize_int8(x, **options), strict=True):
+        got = getattr(ours, part)
+        if got is None or expected is None:
+            yield Result(f"{name} has a {part}", float(got is not expected), 0)
+        else:
+            yield exact(f"{name} {part}", got, expected)
+    yield same_kind(f"{name} shape of x", ours.values, x.shape, torch.int8)
 
 
-def _quantize(make: Make, layout: str, all_options: Sequence[dict[str, Any]], device: torch.device) -> Iterator[Result]:
+def _quantize(
+    make: Make, all_options: Sequence[dict[str, Any]], device: torch.device, *, layout: str = "contiguous"
+) -> Iterator[Result]:
     x = make()
     laid_out = place([x], device, layout)[0]
     before = laid_out.clone()
     for options in all_options:
-        name = _named(options)
-        expected = reference.quantize_int8(x, **options)
-        ours = quantize_int8(laid_out, rounding=_rounding(options.get("seed")), **options)
-        yield from _compare_codes(name, ours, expected)
-        yield same_kind(f"{name} shape of x", ours.values, x.shape, torch.int8)
+        yield from _codes(_named(options), x, laid_out, options)
     yield unchanged("x written", [before], [laid_out])
 
 
 def _static(
-    make: Make, scales: Callable[[Tensor], Tensor], zero_point: int | None, block: int | None, seed: int | None,
-    device: torch.device,
-) -> Iterator[Result]:  # fmt: skip
+    make: Make, scales: Callable[[Tensor], Tensor], zero_point: int | None, device: torch.device, **options: Any
+) -> Iterator[Result]:
     x = make()
     scale = scales(x)
     zero = None if zero_point is None else torch.full_like(scale, zero_point, dtype=torch.int32)
-    given: dict[str, Any] = {"block_size": block, "seed": seed, "scale": scale, "zero_point": zero}
-    ours = quantize_int8(x.to(device), rounding=_rounding(seed), **_moved(given, device))
-    yield from _compare_codes("static", ours, reference.quantize_int8(x, **given))
+    yield from _codes("static", x, x.to(device), {"scale": scale, "zero_point": zero, **options})
 
 
 def _dequantize(
@@ -337,12 +332,11 @@ def _linear(sizes: tuple[int, int, int], dtype: torch.dtype, scales: int, device
     x, weight = randn(m, k, dtype=dtype, seed=1), integers(n, k, seed=2)
     scale = randn(n if scales else 1, seed=3).abs() + 0.01
     for bias in (None, randn(n, dtype=dtype, seed=4)):
-        truth = (x.double() @ weight.double().T) * scale.double() + (0 if bias is None else bias.double())
-        theirs = torch.nn.functional.linear(x.float(), weight.float() * scale.view(-1, 1)).add(
-            0 if bias is None else bias.float()
-        )
-        bias_here = None if bias is None else bias.to(device)
-        ours = torch.ops.amp_kernels.int8_linear(x.to(device), weight.to(device), scale.to(device), bias_here)
+        added = torch.zeros(n) if bias is None else bias.float()
+        truth = (x.double() @ weight.double().T) * scale.double() + added
+        theirs = torch.nn.functional.linear(x.float(), weight.float() * scale.view(-1, 1)) + added
+        operands = {"x": x, "weight": weight, "scale": scale, "bias": bias}
+        ours = torch.ops.amp_kernels.int8_linear(*_moved(operands, device).values())
         yield within(f"bias {bias is not None}", ours.cpu(), theirs.to(dtype), truth)
         yield same_kind("dtype", ours, truth.shape, dtype)
 
@@ -364,37 +358,36 @@ _OUT = {**DTYPES, "int8": torch.int8}  # the dtypes of a product's result
 
 
 def _quantize_cases() -> Iterator[Case]:
-    def case(dtype: str, name: str, make: Make, layout: str, options: Sequence[dict[str, Any]]) -> Case:
-        return Case("quantize_int8", dtype, name, partial(_quantize, make, layout, options))
+    every = [*_BY_ROW, *KINDS.values(), _BLOCKS]
+
+    def case(dtype: str, name: str, make: Make, options: Sequence[dict[str, Any]], **rest: Any) -> Case:
+        return Case("quantize_int8", dtype, name, partial(_quantize, make, options, **rest))
 
     for dtype_name, dtype in DTYPES.items():
         shaped = partial(randn, *SHAPE, dtype=dtype)
         for layout in LAYOUTS:
-            yield case(dtype_name, layout, shaped, layout, _all())
+            yield case(dtype_name, layout, shaped, _all(), layout=layout)
         seeds = ({"seed": 1}, {"seed": -(2**63)}, {"seed": 2**40 + 12345})
-        yield case(dtype_name, "stochastic", shaped, "contiguous", _all(*seeds))
-        yield case(dtype_name, "stochastic_channels_last", shaped, "channels_last", _all({"seed": 7}))
+        yield case(dtype_name, "stochastic", shaped, _all(*seeds))
+        yield case(dtype_name, "stochastic_channels_last", shaped, _all({"seed": 7}), layout="channels_last")
         for kind, values in VALUES.items():
-            options = [*_BY_ROW, *KINDS.values(), _BLOCKS]
-            yield case(dtype_name, kind, partial(_rounded, values, dtype), "contiguous", options)
+            yield case(dtype_name, kind, partial(_rounded, values, dtype), every)
         for length in ROWS:
-            yield case(dtype_name, f"rows_of_{length}", partial(randn, 5, length, dtype=dtype), "contiguous", _BY_ROW)
+            yield case(dtype_name, f"rows_of_{length}", partial(randn, 5, length, dtype=dtype), _BY_ROW)
         for length in (ON_CHIP // dtype.itemsize, ON_CHIP // dtype.itemsize + 1):
-            longest = partial(randn, 2, length, dtype=dtype)
-            yield case(dtype_name, f"rows_of_{length}", longest, "contiguous", _BY_ROW[:2])
+            yield case(dtype_name, f"rows_of_{length}", partial(randn, 2, length, dtype=dtype), _BY_ROW[:2])
         long = partial(randn, 2, 70001, dtype=dtype)
-        options = [*_BY_ROW, *KINDS.values(), _BLOCKS, {"block_size": 70000}]
-        yield case(dtype_name, "long_rows", long, "contiguous", options)
-        yield case(dtype_name, "many_rows", partial(randn, 3001, 20, dtype=dtype), "contiguous", _BY_ROW)
+        yield case(dtype_name, "long_rows", long, [*every, {"block_size": 70000}])
+        yield case(dtype_name, "many_rows", partial(randn, 3001, 20, dtype=dtype), _BY_ROW)
         for shape in ((0,), (0, 5), (5, 0), (2, 0, 3)):
             empty = partial(torch.empty, shape, dtype=dtype)
             options = [*_BY_ROW[:2], {}, {"block_size": 4}]
-            yield case(dtype_name, f"empty_{'x'.join(map(str, shape))}", empty, "contiguous", options)
+            yield case(dtype_name, f"empty_{'x'.join(map(str, shape))}", empty, options)
         for first, last in ((0, 2), (2, 0)):  # both are contiguous and channels_last at once
             empty = partial(torch.empty, (first, 2, 2, last), dtype=dtype)
             options = [*_all(), *_all({"seed": 1})]
-            yield case(dtype_name, f"empty_{first}x2x2x{last}", empty, "channels_last", options)
-        yield case(dtype_name, "scalar", partial(randn, dtype=dtype), "contiguous", list(KINDS.values()))
+            yield case(dtype_name, f"empty_{first}x2x2x{last}", empty, options, layout="channels_last")
+        yield case(dtype_name, "scalar", partial(randn, dtype=dtype), list(KINDS.values()))
 
 
 def _static_cases() -> Iterator[Case]:
@@ -406,12 +399,9 @@ def _static_cases() -> Iterator[Case]:
 
     for dtype_name, dtype in DTYPES.items():
         for kind in ("nan", "inf", "ties", "largest", "denormals", "large"):
-            for zero_point in (None, -128, 5):
-                body = partial(_static, partial(_rounded, VALUES[kind], dtype), per_row, zero_point, None, None)
+            for zero_point in (None, -128, 5, *(NO_CODES if kind == "large" else ())):
+                body = partial(_static, partial(_rounded, VALUES[kind], dtype), per_row, zero_point)
                 yield Case("quantize_int8", dtype_name, f"static_{kind}_{zero_point}", body)
-        for zero_point in NO_CODES:
-            body = partial(_static, partial(_rounded, VALUES["large"], dtype), per_row, zero_point, None, None)
-            yield Case("quantize_int8", dtype_name, f"static_large_{zero_point}", body)
         x = partial(randn, 33, 70, dtype=dtype)
         for name, scales, block in (
             ("tensor", lambda _: torch.tensor(0.02), None),
@@ -419,7 +409,7 @@ def _static_cases() -> Iterator[Case]:
             ("blocks", lambda _: randn(33, 5, seed=3).abs() + 0.01, 16),
         ):
             for seed in (None, 11):
-                body = partial(_static, x, scales, 3, block, seed)
+                body = partial(_static, x, scales, 3, block_size=block, seed=seed)
                 yield Case("quantize_int8", dtype_name, f"static_{name}_seed_{seed}", body)
 
 

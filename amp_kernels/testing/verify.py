@@ -26,7 +26,6 @@ from .common import Difference, lost_context, seeded
 DTYPES = sorted({case.dtype for cases in testing.CASES.values() for case in cases})
 HEADERS = ("operator", "backend", "dtype", "cases", "seconds", "max error", "allowed", "pass")
 _BACKENDS = (*backends.BACKENDS, "default")
-HELP = "Compares the operators on every backend with torch in fp64, or bit for bit with the reference."
 _WIDTHS = (max(map(len, testing.CASES)), len("reference on cuda"), max(map(len, DTYPES)), 5, 7, 9, 9, 4)
 # The counter is written 10 times per second to a terminal, and every 10 seconds to a file.
 _PER_SECOND, _SECONDS_IN_A_LOG = 10, 10
@@ -129,14 +128,15 @@ class Counter:
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``verify`` to the command line."""
-    parser = commands.add_parser("verify", help=HELP)
+    what = "Compares the operators on every backend with torch in fp64, or bit for bit with the reference."
+    parser = commands.add_parser("verify", help=what)
     parser.add_argument(
         "--backend", choices=_BACKENDS, help="only this backend; 'default' forces none (default: all that run here)"
     )
     parser.add_argument("--device", choices=tuple(backends.PREFERENCE), help="only tensors on this device")
     choices = {"op": ("operator", [*testing.CASES]), "dtype": ("dtype, or dtypes of parameters/gradients", DTYPES)}
-    for name, (what, known) in choices.items():
-        words = f"only this {what}: {', '.join(known)} (repeatable)"
+    for name, (kind, known) in choices.items():
+        words = f"only this {kind}: {', '.join(known)} (repeatable)"
         parser.add_argument(f"--{name}", action="append", choices=known, metavar=name.upper(), help=words)
     parser.add_argument("--case", action="append", metavar="NAME", help="only cases with this name (repeatable)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random inputs (default: 0, as in the tests)")
