@@ -21,6 +21,7 @@ import torch
 import amp_kernels
 
 from . import _loader, audit, backends, bench
+from .report import CannotRun
 from .testing import verify
 
 
@@ -115,6 +116,9 @@ def main() -> int:
     try:
         code = arguments.run(arguments)
         sys.stdout.flush()
+    except CannotRun as error:
+        print(f"{arguments.command}: {error}", file=sys.stderr)
+        return 2
     except BrokenPipeError:  # the reader of the pipe, such as `head`, has exited
         # Python flushes stdout again at exit. stdout now goes to devnull, so that this second flush does not fail too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -49,13 +49,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def bench(
     families: Sequence[str], compare: Path | None = None, out: Path | None = None, *, as_json: bool = False
 ) -> int:
-    """Run the benchmark of each family in its own process. Return 0, 1 if one failed, or 2 if none can run."""
-    try:
-        chosen = _families(families)
-        earlier = _earlier(compare) if compare is not None else None
-    except CannotRun as error:
-        print(f"bench: {error}", file=sys.stderr)
-        return 2
+    """Run the benchmark of each family in its own process. Return 0, or 1 if one failed. CannotRun if none can run."""
+    chosen = _families(families)
+    earlier = _earlier(compare) if compare is not None else None
     out = out or Path("amp_kernels-bench", time.strftime("%Y-%m-%d-%H%M%S"))
     facts = environment()
     if not as_json:

@@ -453,9 +453,9 @@ def test_a_file_named_as_a_module(models: Path, capsys: pytest.CaptureFixture[st
     ],
 )
 def test_what_cannot_be_loaded_gets_a_sentence(
-    models: Path, target: str, sentence: str, capsys: pytest.CaptureFixture[str]
+    models: Path, target: str, sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert audit.run(f"{models}/{target}") == 2
+    assert exit_code(monkeypatch, f"{models}/{target}") == 2
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.startswith("audit: ") and sentence in printed.err
     assert len(printed.err.splitlines()) == 1
