@@ -174,7 +174,7 @@ def compare(name: str, ours: Sequence[Tensor], theirs: Sequence[Tensor], truth: 
 
 
 def norms(name: str, ours: Tensor, truth: Tensor) -> Result:
-    """Compare norms with those in fp64, which must be equal to a relative 1e-6, or be NaN or the same infinity."""
+    """Compare norms with the fp64 norms `truth`, to a relative 1e-6. NaN must be NaN, and inf must be inf."""
     if truth.numel() == 0:
         return Result(name, 0, 0)
     error = _distances(ours, truth, truth)

@@ -127,7 +127,7 @@ Make = Callable[[], Tensor]
 
 
 def _codes(name: str, x: Tensor, on_device: Tensor, options: dict[str, Any]) -> Iterator[Result]:
-    """Compare the codes of `on_device`, which is `x` on the device of the case, with those of the reference."""
+    """Compare the codes of `on_device` with those that the reference computes from `x`, the same tensor on the CPU."""
     rounding: Any = "nearest" if options.get("seed") is None else "stochastic"
     ours = quantize_int8(on_device, rounding=rounding, **_moved(options, on_device.device))
     for part, expected in zip(("values", "scale", "zero_point"), reference.quantize_int8(x, **options), strict=True):

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from .. import backends, testing
-from ..report import environment
+from ..report import CannotRun, environment
 from .common import Difference, lost_context, seeded
 
 DTYPES = sorted({case.dtype for cases in testing.CASES.values() for case in cases})
@@ -154,15 +154,13 @@ def verify(
     seed: int = 0,
     as_json: bool = False,
 ) -> int:
-    """Run the requested cases, and print each row of the table when its cases are done.
+    """Run the requested cases, and print each row of the table when its cases are done. Return 1 if a case failed.
 
-    Returns:
-        The exit code: 0 if all cases passed, 1 if a case failed, or 2 if none of the requested cases can run here.
+    Raise CannotRun if none of the requested cases can run here.
     """
     places, reasons = _places(backend, device)
     if not places:
-        print(f"verify: {backend or 'what was asked for'} cannot run here: {'; '.join(reasons)}", file=sys.stderr)
-        return 2
+        raise CannotRun(f"{backend or 'what was asked for'} cannot run here: {'; '.join(reasons)}")
     several = len({on for _, on in places}) > 1
     plan = [  # (device, row, its cases)
         (on, Row(op, f"{where} on {on}" if several and where in ("reference", "triton") else where, dtype), cases)
@@ -175,8 +173,7 @@ def verify(
         for dtype, cases in _by_dtype(op, dtypes, names).items()
     ]
     if not plan:
-        print("verify: no case has that operator, dtype and name; run without --dtype and --case", file=sys.stderr)
-        return 2
+        raise CannotRun("no case has that operator, dtype and name; run without --dtype and --case")
     if not as_json:
         _print_cells(HEADERS)
         _print_cells(["-" * width for width in _WIDTHS])
