@@ -21,6 +21,7 @@ import torch
 import amp_kernels
 
 from . import _loader, audit, backends, bench
+from .report import CannotRun
 from .testing import verify
 
 
@@ -34,8 +35,10 @@ def info() -> int:
     print(f"triton {_version('triton')}")
     print(f"compiled kernels: {_loader.load_error() or _compiled()}")
     print(HAVE_RUN)
-    for note in _platform_notes():
-        print(note)
+    if platform.system() in PLATFORMS:
+        print(PLATFORMS[platform.system()])
+    if torch.version.hip:
+        print("ROCm: not supported; the reference serves tensors on its GPUs.")
 
     gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     for device in [*(gpus if len(gpus) > 1 else ["cuda"]), "cpu"]:
@@ -49,15 +52,9 @@ def info() -> int:
     return 0
 
 
-def _platform_notes() -> list[str]:
-    rocm = ["ROCm: not supported; the reference serves tensors on its GPUs."] if torch.version.hip else []
-    return [PLATFORMS[system] for system in [platform.system()] if system in PLATFORMS] + rocm
-
-
 def _compiled() -> str:
-    keys = ["CPU", *(["CUDA"] if _loader.has_cuda() else [])]
     note = _loader.build_note()
-    return " and ".join(keys) + (f"; {note}" if note else "")
+    return ("CPU and CUDA" if _loader.has_cuda() else "CPU") + (f"; {note}" if note else "")
 
 
 def _version(distribution: str) -> str:
@@ -119,6 +116,9 @@ def main() -> int:
     try:
         code = arguments.run(arguments)
         sys.stdout.flush()
+    except CannotRun as error:
+        print(f"{arguments.command}: {error}", file=sys.stderr)
+        return 2
     except BrokenPipeError:  # the reader of the pipe, such as `head`, has exited
         # Python flushes stdout again at exit. stdout now goes to devnull, so that this second flush does not fail too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

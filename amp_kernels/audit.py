@@ -299,12 +299,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def run(target: str) -> int:
-    """Print the table and a summary. Return 0, or 2 if the model cannot be loaded."""
-    try:
-        model = _load(target)
-    except CannotRun as error:
-        print(f"audit: {error}", file=sys.stderr)
-        return 2
+    """Print the table and a summary. Return 0. Raise CannotRun if the model cannot be loaded."""
+    model = _load(target)
     findings = audit(model)
     if findings:
         rows = [(finding.name or "(the model)", *finding[1:]) for finding in findings]

@@ -49,13 +49,9 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def bench(
     families: Sequence[str], compare: Path | None = None, out: Path | None = None, *, as_json: bool = False
 ) -> int:
-    """Run the benchmark of each family in its own process. Return 0, 1 if one failed, or 2 if none can run."""
-    try:
-        chosen = _families(families)
-        earlier = _earlier(compare) if compare is not None else None
-    except CannotRun as error:
-        print(f"bench: {error}", file=sys.stderr)
-        return 2
+    """Run the benchmark of each family in its own process. Return 0, or 1 if one failed. CannotRun if none can run."""
+    chosen = _families(families)
+    earlier = _earlier(compare) if compare is not None else None
     out = out or Path("amp_kernels-bench", time.strftime("%Y-%m-%d-%H%M%S"))
     facts = environment()
     if not as_json:
@@ -158,12 +154,10 @@ def _print_table(found: Sequence[Line], earlier: dict[tuple[str, ...], Row] | No
 
     cells = []
     for line in found:
-        comparison = _compared(line, earlier or {})
-        times = summary.number(comparison["other_ms"]) if comparison else ""
-        ratio = (
-            summary.with_spread(comparison["times_as_long"], comparison["times_as_long_spread"]) if comparison else ""
-        )
-        cells.append([line.ours["benchmark"], *line.cells(), *([times, ratio] if earlier is not None else [])])
+        then = _compared(line, earlier or {})
+        ratio = summary.with_spread(then["times_as_long"], then["times_as_long_spread"]) if then else ""
+        other = [summary.number(then.get("other_ms", "")), ratio] if earlier is not None else []
+        cells.append([line.ours["benchmark"], *line.cells(), *other])
     compared = ["other run, ms", "this / other run (spread)"] if earlier is not None else []
     print(f"\n{table(['family', *summary.HEADERS, *compared], cells)}\n\n{summary.verdicts(found)}.\n" if cells else "")
 

@@ -19,27 +19,24 @@ class CannotRun(Exception):
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table as text. The package tabulate formats it. Without tabulate, columns are padded with spaces."""
-    try:
-        from tabulate import tabulate  # type: ignore[import-untyped, unused-ignore]
-    except ImportError:
-        widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
-        lines = (headers, ["-" * width for width in widths], *rows)
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-        )
-    return str(tabulate(rows, headers, disable_numparse=True))
+    """Return a table as text, with columns that are padded with spaces."""
+    widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
+    lines = (headers, ["-" * width for width in widths], *rows)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
 
 
 def environment() -> dict[str, str]:
     """Return the facts on which times and failures can depend: versions, the commit, devices, clocks, threads."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {
         "amp_kernels": f"{amp_kernels.__version__}{_commit()}",
         "torch": f"{torch.__version__}, Python {platform.python_version()}, {platform.platform()}",
         "CUDA": torch.version.cuda or "none",
         "GPU": _gpu() if torch.cuda.is_available() else "none",
         "CPU": _cpu(),
-        "threads": f"{torch.get_num_threads()}, CPUs for this process: {len(_affinity())}",
+        "threads": f"{torch.get_num_threads()}, CPUs for this process: {cpus}",
     }
 
 
@@ -74,10 +71,6 @@ def _cpu() -> str:
     found = [re.search(rf"{name}\s*: (.+)", text) for name in ("model name", "cpu MHz")]
     name, clock = (match[1] if match else "" for match in found)
     return (name or platform.processor() or platform.machine()) + (f", clock {float(clock):.0f} MHz" if clock else "")
-
-
-def _affinity() -> set[int]:
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 def _output(command: Sequence[str]) -> str:

@@ -38,8 +38,8 @@ class FusedGradScalerKwargs(_GradScalerKwargs):
 class FusedAcceleratedOptimizer(AcceleratedOptimizer):
     """The wrapper that `FusedAccelerator.prepare` puts around a fused optimizer. Its step does not wait.
 
-    accelerate finds out whether a step was skipped by wrapping `optimizer.step`. A wrapped step makes the scaler wait
-    for the device. This class leaves the step as it is. The host waits only when `step_was_skipped` is read.
+    accelerate wraps `optimizer.step`, and a wrapped step makes the scaler wait for the device. This class does not. The
+    host waits only when `step_was_skipped` is read.
 
     Args:
         optimizer: An optimizer of `amp_kernels.optim`.

@@ -10,7 +10,7 @@ import itertools
 import math
 import operator
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -79,9 +79,8 @@ def initialize(
 ) -> Any:
     """Prepare models and optimizers for mixed precision, in place.
 
-    Pass all models and optimizers in one call, before a model is wrapped in DistributedDataParallel or DataParallel.
-    After this call each model casts as the level says. A torch optimizer becomes a fused one. It stays the same object
-    with the same groups and state, so learning rate schedulers keep working.
+    Pass all models and optimizers in one call, before a model is wrapped in DistributedDataParallel or DataParallel. A
+    torch optimizer becomes a fused one. It stays the same object with the same groups and state.
 
     Another call replaces the loss scales and the level. An optimizer that is passed again keeps its state and masters.
     `scale_loss` accepts only optimizers from the last call.
@@ -100,15 +99,14 @@ def initialize(
         verbosity: 0 prints nothing. 1 or more prints one line on rank 0.
         min_loss_scale: Lower bound of a dynamic scale.
         max_loss_scale: Upper bound of a dynamic scale.
-        **unknown: Any other argument raises a TypeError, even if Apex has an argument of this name.
+        **unknown: Any other argument raises a TypeError.
 
     Returns:
         `models` and `optimizers`, as lists where lists were given; `models` alone if `optimizers` is None.
 
     Raises:
         TypeError: An argument has a wrong type or an unknown name, a parameter or buffer has a wrong dtype, a model is
-            wrapped for data parallelism, or a `forward` was assigned to a model or a `step` to an optimizer. Nothing
-            was modified.
+            wrapped, or a `forward` was assigned to a model or a `step` to an optimizer. Nothing was modified.
         ValueError: An argument has a wrong value. Nothing was modified.
 
     Examples:
@@ -132,12 +130,13 @@ def initialize(
     most = _bound("max_loss_scale", max_loss_scale, max(least, math.ulp(0.0)))
     all_models = _listed("models", models, torch.nn.Module)
     all_optimizers = [] if optimizers is None else _listed("optimizers", optimizers, torch.optim.Optimizer)
+    earlier_models = [model for model in all_models if _plain_class(model) is not type(model)]
+    cast = {id(t) for model in earlier_models for t in itertools.chain(model.parameters(), model.buffers())}
     for i, model in enumerate(all_models):
-        _check_model(f"models[{i}]", model)
-    cast = {id(p) for model in all_models if _plain_class(model) is not type(model) for p in model.parameters()}
+        _check_model(f"models[{i}]", model, cast)
     for i, optimizer in enumerate(all_optimizers):
         _check_optimizer(f"optimizers[{i}]", optimizer, cast)
-    device = next((p.device.type for model in all_models for p in model.parameters()), "cpu")
+    device = _device_type(p for model in all_models for p in model.parameters())
     scalers = [_scaler(device, level.loss_scale, least, most) for _ in range(num_losses)]
     if verbosity > 0 and not (dist.is_available() and dist.is_initialized() and dist.get_rank() != 0):
         print(_summary(opt_level, level, all_optimizers))
@@ -328,25 +327,22 @@ def _level(opt_level: str, keep_batchnorm_fp32: bool | str | None, loss_scale: f
             )
         level = level._replace(keep_batchnorm_fp32=keep == "True")
     if loss_scale is not None and loss_scale != "dynamic":
-        number = _number(loss_scale)
-        if number is None or not 0 < number < math.inf:
-            raise ValueError(f'amp.initialize: loss_scale must be "dynamic" or a positive number, got {loss_scale!r}')
-        loss_scale = number
+        loss_scale = _number("loss_scale", loss_scale, lambda x: 0 < x < math.inf, '"dynamic" or a positive number')
     return level if loss_scale is None else level._replace(loss_scale=loss_scale)
 
 
-def _number(value: Any) -> float | None:
+def _number(name: str, value: Any, is_right: Callable[[float], bool], expected: str) -> float:
     try:
-        return float(value)
+        number = float(value)
     except (TypeError, ValueError):
-        return None
+        number = math.nan
+    if not is_right(number):
+        raise ValueError(f"amp.initialize: {name} must be {expected}, got {value!r}")
+    return number
 
 
 def _bound(name: str, value: Any, least: float) -> float:
-    number = _number(value)
-    if number is None or not number >= least:
-        raise ValueError(f"amp.initialize: {name} must be a number of at least {least:g}, got {value!r}")
-    return number
+    return _number(name, value, lambda x: x >= least, f"a number of at least {least:g}")
 
 
 def _listed(name: str, value: Any, kind: type[T]) -> list[T]:
@@ -359,7 +355,8 @@ def _listed(name: str, value: Any, kind: type[T]) -> list[T]:
     return list(values)
 
 
-def _check_model(name: str, model: torch.nn.Module) -> None:
+def _check_model(name: str, model: torch.nn.Module, cast: Collection[int]) -> None:
+    """Raise an error if `model` cannot be used. `cast`: ids of parameters and buffers that may be fp16."""
     if isinstance(model, _PARALLEL):
         raise TypeError(
             f"amp.initialize: {name} must be a bare module, got a {type(model).__name__}; wrap the model after "
@@ -370,15 +367,12 @@ def _check_model(name: str, model: torch.nn.Module) -> None:
             f"amp.initialize: {name} must have the forward of its class, got one that other code assigned to the "
             "object; call amp.initialize before that code runs"
         )
-    is_cast = _plain_class(model) is not type(model)
-    for tensors in (model.named_parameters(), model.named_buffers()):
-        for key, t in tensors:
-            _check_fp32(f"{key} of {name}", t, is_cast)
+    for key, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        _check_fp32(f"{key} of {name}", tensor, cast)
 
 
-def _check_fp32(name: str, tensor: Tensor, is_cast: bool) -> None:
-    """Raise TypeError if `tensor` has another dtype. `is_cast`: an earlier `initialize` may have made it fp16."""
-    if is_cast and tensor.dtype is torch.float16:
+def _check_fp32(name: str, tensor: Tensor, cast: Collection[int]) -> None:
+    if tensor.dtype is torch.float16 and id(tensor) in cast:
         return
     if tensor.is_floating_point() and tensor.dtype is not torch.float32:
         raise TypeError(
@@ -404,7 +398,7 @@ def _check_optimizer(name: str, optimizer: torch.optim.Optimizer, cast: Collecti
         if group.get("differentiable"):
             raise ValueError(f"amp.initialize: {name} must not be differentiable, got differentiable=True")
         for i, p in enumerate(group["params"]):
-            _check_fp32(f"parameter {i} of {name}", p, id(p) in cast)
+            _check_fp32(f"parameter {i} of {name}", p, cast)
 
 
 def _check_loss(
@@ -519,7 +513,8 @@ def _casting(model_class: Any, dtype: torch.dtype, autocast: bool) -> Any:
         if not autocast:
             output = model_class.forward(self, *_cast(args, dtype), **_cast(kwargs, dtype))
             return _cast(output, torch.float32)
-        with torch.autocast(_device_type(self, args, kwargs.values()), torch.float16):
+        # Replicas of DataParallel have no parameters: an argument decides.
+        with torch.autocast(_device_type(itertools.chain(self.parameters(), args, kwargs.values())), torch.float16):
             return _cast(model_class.forward(self, *args, **kwargs), torch.float32)
 
     members = {"forward": forward, "__module__": model_class.__module__, _PLAIN_CLASS: model_class}
@@ -531,10 +526,8 @@ def _plain_class(model: torch.nn.Module) -> Any:
     return vars(type(model)).get(_PLAIN_CLASS, type(model))
 
 
-def _device_type(model: torch.nn.Module, args: Iterable[Any], more: Iterable[Any]) -> str:
-    """Return the type of the model's device. Replicas of DataParallel have no parameters: an argument decides."""
-    tensors = (t for t in itertools.chain(model.parameters(), args, more) if isinstance(t, Tensor))
-    return next((t.device.type for t in tensors), "cpu")
+def _device_type(values: Iterable[Any]) -> str:
+    return next((value.device.type for value in values if isinstance(value, Tensor)), "cpu")
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
@@ -542,29 +535,19 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, (dict, list)):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        entries = {key: _cast(v, dtype) for key, v in items}
-        if all(new is value[key] for key, new in entries.items()):
-            return value
-        result = copy.copy(value)
-        for key, new in entries.items():
-            result[key] = new
+        result = value
+        for key, member in value.items() if isinstance(value, dict) else enumerate(value):
+            new = _cast(member, dtype)
+            if new is not member:
+                result = copy.copy(value) if result is value else result
+                result[key] = new
         return result
     if isinstance(value, tuple):
         members = [_cast(v, dtype) for v in value]
         if all(map(operator.is_, members, value)):
             return value
         return type(value)(*members) if hasattr(value, "_fields") else type(value)(members)
-    if not isinstance(value, torch.nn.Module) and (dataclasses.is_dataclass(value) or hasattr(value, "to")):
-        _refuse_to_cast(value, dtype)
-    return value
-
-
-def _refuse_to_cast(value: Any, dtype: torch.dtype) -> None:
-    """Raise TypeError if an attribute of `value` would have to be cast.
-
-    If fp16 tensors were passed on instead, the loss would be computed in fp16, and nobody would notice.
-    """
+    # If fp16 tensors in another object were passed on, the loss would be computed in fp16, and nobody would notice.
     seen: set[int] = set()
     for name, held in _attributes(value):
         if any(t.is_floating_point() and t.dtype is not dtype for t in _tensors_in(held, seen)):
@@ -572,9 +555,13 @@ def _refuse_to_cast(value: Any, dtype: torch.dtype) -> None:
                 f"amp: tensors inside a {type(value).__name__} must be {dtype}, got another dtype in {name}; cast them "
                 "yourself, or put them into a tuple, list or dict, where they are cast"
             )
+    return value
 
 
 def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of a dataclass or of an object with a method `to`, except of a module."""
+    if isinstance(value, torch.nn.Module) or not (dataclasses.is_dataclass(value) or hasattr(value, "to")):
+        return
     yield from getattr(value, "__dict__", {}).items()
     for kind in type(value).__mro__:
         slots = vars(kind).get("__slots__", ())
@@ -585,19 +572,17 @@ def _attributes(value: Any) -> Iterator[tuple[str, Any]]:
 
 def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
     """Yield the tensors that `_cast` would find. `seen` has the ids of visited objects, which may form cycles."""
-    if id(value) in seen or isinstance(value, torch.nn.Module):
+    if id(value) in seen:
         return
     seen.add(id(value))
     if isinstance(value, Tensor):
         yield value
-        return
-    members: Iterable[Any] = ()
-    if isinstance(value, (dict, list, tuple)):
-        members = value.values() if isinstance(value, dict) else value
-    elif dataclasses.is_dataclass(value) or hasattr(value, "to"):
-        members = (held for _, held in _attributes(value))
-    for member in members:
-        yield from _tensors_in(member, seen)
+    elif isinstance(value, (dict, list, tuple)):
+        for member in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(member, seen)
+    else:
+        for _, held in _attributes(value):
+            yield from _tensors_in(held, seen)
 
 
 # ---------------------------------------------------------------------------------------------------- a training step

@@ -22,14 +22,10 @@ def fp32_accumulation(model: DistributedDataParallel) -> Iterator[None]:
     DDP averages gradients in the dtype of their parameters, and refuses fp32 gradients of 16-bit weights. In this block
     DDP averages nothing (`no_sync`), and torch's `grad_dtype` has autograd add up in fp32. When the block ends, each
     parameter has the mean of all processes in its fp32 `grad`. No process waits for its device, unless the model was
-    made with ``find_unused_parameters=True``.
+    made with ``find_unused_parameters=True``. The guide to trainers says what belongs in the block.
 
-    Forward and backward passes of all micro-batches belong in the block, in every iteration. The step of the optimizer
-    comes after it. The averages do not overlap with the backward pass, and a communication hook of the model is not
-    called. If an error leaves the block, nothing is averaged.
-
-    Memory: 4 bytes per parameter for the gradients of 16-bit weights (2 without the block), and 25 MB during the
-    averages.
+    A communication hook of the model is not called. If an error leaves the block, nothing is averaged. The gradients of
+    16-bit weights take 4 bytes per parameter (2 without the block), and the averages 25 MB.
 
     Args:
         model: A model of DDP, with fp16, bf16 or fp32 weights in any mix. Every process must use the block.

@@ -7,7 +7,6 @@ Trainer refuses them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -36,15 +35,13 @@ _KEY_OF_LIGHTNING = MixedPrecision.__qualname__
 class FusedPrecision(MixedPrecision):
     """Precision plugin for `Trainer(plugins=...)` whose `gradient_clip_val` works with the fused optimizers.
 
-    Forward passes run as under the Trainer's ``precision`` of the same name. A fused optimizer clips inside its step,
-    as with `max_grad_norm`. fp16 uses `amp_kernels.GradScaler`, also with "16-true", for which Lightning has no scaler.
+    Forward passes run as under the Trainer's ``precision`` of the same name. A fused optimizer clips inside its step.
     The guide to trainers says when torch clips, which hooks see unscaled gradients, and what holds in manual
     optimization.
 
     Args:
         precision: "16-mixed", "bf16-mixed", "16-true" or "bf16-true".
-        scaler: For fp16 only. The default is an `amp_kernels.GradScaler` for the device of the module. If losses are
-            fp16, as "16-true" may make them, give it `max_scale=2.0**15`.
+        scaler: For fp16 only. The default is an `amp_kernels.GradScaler` for the device of the module.
 
     Attributes:
         scaler: The scaler. None for bf16, and for fp16 until the Trainer has placed the module on its device.
@@ -73,7 +70,11 @@ class FusedPrecision(MixedPrecision):
             raise ValueError(f"FusedPrecision: scaler must be None with {precision}, since bf16 needs no loss scaling")
         super().__init__("bf16-mixed", "cpu")  # refuses "true"; `connect` sets the device
         self.precision, self.scaler = precision, scaler
-        self._half = HalfPrecision(precision) if precision.endswith("-true") else None
+        if precision.endswith("-true"):  # all that HalfPrecision overrides
+            half = HalfPrecision(precision)
+            contexts = "tensor_init_context", "module_init_context", "forward_context"
+            for name in ("convert_module", "convert_input", *contexts):
+                setattr(self, name, getattr(half, name))
         self._clipping: FusedOptimizer | None = None  # has the Trainer's `max_grad_norm` for the step in progress
 
     def connect(self, model: torch.nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
@@ -83,27 +84,6 @@ class FusedPrecision(MixedPrecision):
         if self.scaler is None and self.precision.startswith("16"):
             self.scaler = GradScaler(self.device)
         return super().connect(model, optimizers, lr_schedulers)
-
-    # ------------------------------------------------------------------ what Lightning's HalfPrecision does for "true"
-    def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Cast the module to 16 bits if `precision` is a "true" one."""
-        return module if self._half is None else self._half.convert_module(module)
-
-    def convert_input(self, data: Any) -> Any:
-        """Cast floating-point inputs to 16 bits if `precision` is a "true" one."""
-        return data if self._half is None else self._half.convert_input(data)
-
-    def tensor_init_context(self) -> AbstractContextManager[Any]:
-        """Return the context in which tensors of the module are made."""
-        return super().tensor_init_context() if self._half is None else self._half.tensor_init_context()
-
-    def module_init_context(self) -> AbstractContextManager[Any]:
-        """Return the context in which the module is made."""
-        return super().module_init_context() if self._half is None else self._half.module_init_context()
-
-    def forward_context(self) -> AbstractContextManager[Any]:
-        """Return the context of forward passes: autocast, or a default dtype if `precision` is a "true" one."""
-        return super().forward_context() if self._half is None else self._half.forward_context()
 
     # -------------------------------------------------------------------------------------------- steps and clipping
     def pre_backward(self, tensor: Tensor, module: LightningModule) -> Tensor:
@@ -124,25 +104,20 @@ class FusedPrecision(MixedPrecision):
         try:
             if self.scaler is None or isinstance(optimizer, torch.optim.LBFGS):  # which Lightning refuses in words
                 return super().optimizer_step(optimizer, model, closure, **kwargs)
-            return self._step_under(self.scaler, optimizer, model, closure, **kwargs)
+            result = closure()
+            if result is None and model.automatic_optimization:  # `training_step` returned None
+                return None
+            self._check_scaled(model, stepping=optimizer)
+            if _reads_gradients(model):
+                self._unscale(optimizer)
+            self._after_closure(model, optimizer)  # hooks and clipping; only Precision's private method calls them
+            result = self.scaler.step(optimizer, **kwargs)
+            self.scaler.update()
+            return result
         finally:
             if self._clipping is not None:
                 self._clipping.max_grad_norm = None
                 self._clipping = None
-
-    def _step_under(
-        self, scaler: torch.amp.GradScaler, optimizer: Any, model: LightningModule, closure: Any, **kwargs: Any
-    ) -> Any:
-        result = closure()
-        if result is None and model.automatic_optimization:  # `training_step` returned None
-            return None
-        self._check_scaled(model, stepping=optimizer)
-        if _reads_gradients(model):
-            self._unscale(optimizer)
-        self._after_closure(model, optimizer)  # hooks and clipping; only Precision's private method calls them
-        result = scaler.step(optimizer, **kwargs)
-        scaler.update()
-        return result
 
     def _clip_gradients(
         self,
@@ -262,9 +237,8 @@ class FusedEMA(Callback):
     """Callback that keeps an exponential moving average of the masters, and evaluates with it.
 
     Each step of a fused optimizer that was not skipped is followed by `amp_kernels.optim.ema_`. Validation, testing and
-    prediction use the averages, rounded to the dtype of the weights. Afterwards weights and masters have the same bits
-    as before. The averages take 4 bytes per weight, and evaluation takes one more copy of the weights. Buffers are not
-    averaged.
+    prediction use the averages, rounded to the dtype of the weights. The averages take 4 bytes per weight, and
+    evaluation takes one more copy of the weights. Buffers are not averaged.
 
     A checkpoint holds the averages in fp32 as `checkpoint["ema_state_dict"]`, by the names of the module's parameters.
     `module.load_state_dict(checkpoint["ema_state_dict"], strict=False)` loads them. The guide to trainers says which

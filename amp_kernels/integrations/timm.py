@@ -50,9 +50,6 @@ _EMA_OPTIONS = (
 class NativeScaler(utils.NativeScaler):
     """`timm.utils.NativeScaler` with `amp_kernels.GradScaler`, for fp16 weights and steps without waiting.
 
-    timm's class raises an error if weights are fp16 and `clip_grad` is given. The `max_grad_norm` of a fused optimizer
-    clips by the same norm, without the passes over the gradients that `clip_grad` needs.
-
     Args:
         device: The type of the device that the loss is on, such as "cuda" or "cpu".
         **options: Options of `amp_kernels.GradScaler`, such as `init_scale`.

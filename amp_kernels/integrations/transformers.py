@@ -44,15 +44,12 @@ _LOW = (torch.float16, torch.bfloat16)
 class FusedTrainer(Trainer):
     """A `transformers.Trainer` that trains with the optimizers of `amp_kernels.optim`.
 
-    Options come from `TrainingArguments`, as in `Trainer`: `optim` chooses the optimizer, `optim_args` sets its other
-    options, such as "momentum=0.9, state_dtype=int8", and the step clips to `max_grad_norm`. With `fp16=True` losses
-    are scaled by an `amp_kernels.GradScaler`, which takes fp16 weights too. Optimizers that are passed as `optimizers`
-    or `optimizer_cls_and_kwargs` are used as they are. The guide to trainers has the table of names in `optim`, and
-    says in which cases `Trainer` clips.
+    Options come from `TrainingArguments`, as in `Trainer`. Optimizers that are passed as `optimizers` or
+    `optimizer_cls_and_kwargs` are used as they are. The guide to trainers has the table of names in `optim`, and says
+    when the step clips.
 
     Attributes:
-        saves_fp32: Whether saved models with 16-bit weights have a folder "fp32" with the masters, for
-            `from_pretrained`. It takes 4 bytes per weight, on the disk and, while it is written, on the device.
+        saves_fp32: Whether saved models with 16-bit weights have a folder "fp32" with the masters, 4 bytes per weight.
 
     Examples:
         >>> import tempfile
@@ -104,22 +101,19 @@ class FusedTrainer(Trainer):
                 arguments.
         """
         optimizer = super().create_optimizer(model)
-        self._check_max_grad_norm()
+        fused = self._fused()
+        if fused is not None and fused.max_grad_norm not in (None, self._norm_of_arguments()):
+            raise ValueError(
+                f"FusedTrainer: max_grad_norm of TrainingArguments must be that of {type(fused).__name__}, which is "
+                f"{fused.max_grad_norm}, got {self.args.max_grad_norm}; set one of them to the other, or the "
+                "optimizer's to None"
+            )
         if isinstance(optimizer, FusedOptimizer):
             _name(optimizer, self.model if model is None else model)
             self.optimizer = accelerated(self.accelerator, optimizer)
         if isinstance(self.optimizer, FusedAcceleratedOptimizer):
             self.optimizer.scaler = self.accelerator.scaler  # which may have been replaced since the last training
         return self.optimizer
-
-    def _check_max_grad_norm(self) -> None:
-        optimizer = self._fused()
-        own = None if optimizer is None else optimizer.max_grad_norm
-        if own not in (None, self._norm_of_arguments()):
-            raise ValueError(
-                f"FusedTrainer: max_grad_norm of TrainingArguments must be that of {type(optimizer).__name__}, which "
-                f"is {own}, got {self.args.max_grad_norm}; set one of them to the other, or the optimizer's to None"
-            )
 
     def _norm_of_arguments(self) -> float:
         """Returns the norm to clip to; inf clips nothing, and has the step measure the norm."""
@@ -156,7 +150,11 @@ class FusedTrainer(Trainer):
         super().save_model(output_dir, _internal_call)
         optimizer, model = self._with_masters()
         if self.saves_fp32 and self.args.should_save and optimizer is not None:
-            _save_fp32(model, optimizer, os.path.join(output_dir or self.args.output_dir, "fp32"))
+            folder = os.path.join(output_dir or self.args.output_dir, "fp32")
+            model.save_pretrained(folder, state_dict=fp32_state_dict(model, optimizer))
+            config = copy.deepcopy(model.config)
+            config.dtype = "float32"  # `from_pretrained` makes a model of this dtype
+            config.save_pretrained(folder)
 
     def _load_best_model(self) -> None:
         """Loads the masters too, if the best checkpoint has them. The Trainer has no public method for this."""
@@ -189,15 +187,14 @@ class FusedTrainer(Trainer):
         The norm of a shard is not that of all gradients. A callback before the step expects clipped gradients.
         """
         optimizer = self._fused()
-        return not (optimizer is None or self._is_sharded(optimizer) or self._has_callback_before_step())
+        if optimizer is None or self._is_sharded(optimizer):
+            return False
+        callbacks, default = self.callback_handler.callbacks, TrainerCallback.on_pre_optimizer_step
+        return all(getattr(c.on_pre_optimizer_step, "__func__", None) is default for c in callbacks)
 
     def _is_sharded(self, optimizer: FusedOptimizer) -> bool:
         """Whether this process may hold only a part of the parameters."""
         return self.is_fsdp_enabled or self.is_deepspeed_enabled or optimizer._has_dtensors()
-
-    def _has_callback_before_step(self) -> bool:
-        callbacks, default = self.callback_handler.callbacks, TrainerCallback.on_pre_optimizer_step
-        return any(getattr(c.on_pre_optimizer_step, "__func__", None) is not default for c in callbacks)
 
 
 def _parse(family: type[FusedOptimizer], text: str | None) -> dict[str, Any]:
@@ -240,11 +237,3 @@ def _name(optimizer: FusedOptimizer, model: torch.nn.Module) -> None:
     if all(id(p) in names for group in groups for p in group["params"]):
         for group in groups:
             group.setdefault("param_names", [names[id(p)] for p in group["params"]])
-
-
-def _save_fp32(model: PreTrainedModel, optimizer: FusedOptimizer, folder: str) -> None:
-    """Saves the masters. The configuration says float32, since `from_pretrained` makes a model of its dtype."""
-    model.save_pretrained(folder, state_dict=fp32_state_dict(model, optimizer))
-    config = copy.deepcopy(model.config)
-    config.dtype = "float32"
-    config.save_pretrained(folder)

@@ -22,7 +22,6 @@ SIZES = (0, 1, 7, 8, 9, 1023, 1024, 1025, 65537)
 A 16-byte access holds 8 elements of 16 bits, or 4 elements in fp32. A kernel takes a tensor in chunks of at most 65536
 elements (csrc/table.h).
 """
-NORM_TOLERANCE = 1e-6
 
 
 # ------------------------------------------------------------------------------------------------- comparison
@@ -69,9 +68,8 @@ class Result(NamedTuple):
 
 def _difference(got: Tensor, expected: Tensor, is_wrong: Tensor) -> Difference:
     """Describe the first element for which `is_wrong` is True."""
-    position = int(is_wrong.flatten().int().argmax())
-    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(position), got.shape))
-    values = (x.detach().flatten()[position].item() for x in (got, expected))
+    index = tuple(is_wrong.nonzero()[0].tolist())
+    values = (x.detach()[index].item() for x in (got, expected))
     return Difference(tuple(got.shape), _name(got.dtype), index, *values)
 
 
@@ -91,24 +89,23 @@ def same_kind(name: str, got: Tensor, shape: Sequence[int], dtype: torch.dtype) 
     return Result(name, float(not is_right), 0, None if is_right else _kind_difference(got, shape, dtype))
 
 
+def _none_wrong(name: str, got: Tensor, expected: Tensor, is_wrong: Tensor) -> Result:
+    count = int(is_wrong.sum())
+    return Result(name, count, 0, _difference(got, expected, is_wrong) if count else None)
+
+
 def exact(name: str, got: Tensor, expected: Tensor) -> Result:
     """Compare two tensors element by element, as `differing` does."""
     got, expected = got.detach().cpu(), expected.detach().cpu()
-    count = differing(got, expected)
-    if count == 0:
-        return Result(name, 0, 0)
-    if got.shape != expected.shape or got.dtype != expected.dtype:
-        return Result(name, count, 0, _kind_difference(got, expected.shape, expected.dtype))
-    return Result(name, count, 0, _difference(got, expected, ~_equal(got, expected)))
+    kind = same_kind(name, got, expected.shape, expected.dtype)
+    return _none_wrong(name, got, expected, ~_equal(got, expected)) if kind.passed else kind
 
 
 def unchanged(name: str, before: Sequence[Tensor], after: Sequence[Tensor]) -> Result:
     """Compare tensors from before and after a call, bit by bit."""
-    counts = [changed(old, new) for old, new in zip(before, after, strict=True)]
-    if not sum(counts):
-        return Result(name, 0, 0)
-    old, new = next((old, new) for count, old, new in zip(counts, before, after, strict=True) if count)
-    return Result(name, sum(counts), 0, _difference(new.cpu(), old.cpu(), (_bits(old) != _bits(new)).cpu()))
+    pairs = [(new.cpu(), old.cpu()) for old, new in zip(before, after, strict=True)]
+    results = [_none_wrong(name, new, old, _bits(old) != _bits(new)) for new, old in pairs]
+    return Result(name, sum(r.error for r in results), 0, next((r.at for r in results if r.at), None))
 
 
 def within(name: str, ours: Tensor, theirs: Tensor, truth: Tensor, least: float = 0.0) -> Result:
@@ -124,44 +121,35 @@ def within(name: str, ours: Tensor, theirs: Tensor, truth: Tensor, least: float 
 
 
 def _distances(ours: Tensor, theirs: Tensor, truth: Tensor) -> Tensor:
-    """Return the distance of each element from the truth.
+    """Return the distance of each element from the truth: inf for NaN.
 
-    If the result and torch's result are both NaN, or are the same infinity, the distance is 0. In all other cases a
-    distance that would be NaN is inf.
+    If torch's result is not finite, the distance is 0 or inf, as `error_and_allowed` says.
     """
     ours, theirs, truth = (x.detach().double().cpu() for x in (ours, theirs, truth))
-    distance = (ours - truth).abs().nan_to_num(nan=math.inf)
-    return distance.where(theirs.isfinite() | (ours != theirs) & ~(ours.isnan() & theirs.isnan()), 0.0)
+    distance = (ours - truth).abs()
+    is_right = (ours == theirs) | ours.isnan() & theirs.isnan()
+    is_right |= truth.float().isfinite() & (distance <= 1e-6 * truth.abs())
+    return distance.nan_to_num(math.inf, math.inf).where(theirs.isfinite(), torch.where(is_right, 0.0, math.inf))
 
 
 def error_and_allowed(ours: Tensor, theirs: Tensor, truth: Tensor) -> tuple[float, float]:
     """Return the error of a result and the bound for it.
 
-    The rule is `max|ours - fp64| <= 2 * max|torch - fp64| + 1e-7 * max|fp64|`.
-
-    The rule applies to the elements at which torch's result is finite. After an overflow in fp32, an element of torch's
-    result may be NaN or inf. For such an element, `ours` must be one of the following:
-
-    - the same value, which is NaN or the same infinity;
-    - a number within a relative 1e-6 of the truth, if fp32 can hold the truth.
-
-    If `ours` is neither, or if shapes differ, the error is inf. A number near the truth is accepted too, because
-    torch's own kernels do not all overflow at the same inputs. In `torch.optim.RMSprop`, for example, a GPU multiplies
-    the square `g * g` by `1 - alpha`, but a CPU multiplies `(1 - alpha) * g` by `g`.
+    The rule is `max|ours - fp64| <= 2 * max|torch - fp64| + 1e-7 * max|fp64|`. It applies where torch's result is
+    finite. After an overflow in fp32, an element of torch's result may be NaN or inf. `ours` must then be the same
+    value, or, if fp32 can hold the truth, a number within a relative 1e-6 of it. If it is neither, or if shapes differ,
+    the error is inf. A number near the truth is accepted, because torch's own kernels do not all overflow at the same
+    inputs. In `torch.optim.RMSprop`, for example, a GPU multiplies the square `g * g` by `1 - alpha`, but a CPU
+    multiplies `(1 - alpha) * g` by `g`.
     """
-    ours, theirs, truth = (x.detach().double().flatten() for x in (ours, theirs, truth))
     if ours.shape != theirs.shape:
         return math.inf, 0.0
-    odd = ~theirs.isfinite()
-    same = (ours == theirs) | (ours.isnan() & theirs.isnan())
-    is_right = truth.float().isfinite() & ((ours - truth).abs() <= 1e-6 * truth.abs())
-    if bool((odd & ~same & ~is_right).any()):
-        return math.inf, 0.0
-    ours, theirs, truth = (x[~odd] for x in (ours, theirs, truth))
-    if ours.numel() == 0:
-        return 0.0, 0.0
-    allowed = 2 * (theirs - truth).abs().max() + 1e-7 * truth.abs().max()
-    return (ours - truth).abs().max().item(), allowed.item()
+    is_finite = theirs.isfinite()
+    error = _distances(ours, theirs, truth).max().item() if ours.numel() > 0 else 0.0
+    if not is_finite.any():
+        return error, 0.0
+    theirs, truth = (x.detach().double()[is_finite] for x in (theirs, truth))
+    return error, (2 * (theirs - truth).abs().max() + 1e-7 * truth.abs().max()).item()
 
 
 def compare(name: str, ours: Sequence[Tensor], theirs: Sequence[Tensor], truth: Sequence[Tensor]) -> Iterator[Result]:
@@ -180,12 +168,21 @@ def compare(name: str, ours: Sequence[Tensor], theirs: Sequence[Tensor], truth: 
         ours_flat, theirs_flat, truth_flat = (torch.cat(column) for column in zip(*flat, strict=True))
         result = within(f"small {name}", ours_flat, theirs_flat, truth_flat)
         if not result.passed:  # find the small tensor that is wrong
-            farthest = {i: _distances(*row).max().item() if row[0].numel() else 0.0 for i, row in small.items()}
-            i = max(farthest, key=farthest.__getitem__)
-            distance = _distances(*small[i])
-            at = _difference(small[i][0].cpu(), small[i][2].cpu(), distance == distance.max())
-            result = result._replace(name=f"{name}[{i}]", at=at)
+            i = max(small, key=lambda i: error_and_allowed(*small[i])[0])
+            result = result._replace(name=f"{name}[{i}]", at=within(name, *small[i]).at)
         yield result
+
+
+def norms(name: str, ours: Tensor, truth: Tensor) -> Result:
+    """Compare norms with the fp64 norms `truth`, to a relative 1e-6. NaN must be NaN, and inf must be inf."""
+    if truth.numel() == 0:
+        return Result(name, 0, 0)
+    error = _distances(ours, truth, truth)
+    # If a result is a denormal, rounding it changes it by up to 2^-150, half of the smallest positive fp32 number.
+    allowed = (1e-6 * truth.cpu()).nan_to_num(0.0, 0.0) + 2.0**-150
+    is_worst = error - allowed == (error - allowed).max()
+    result = Result(name, error[is_worst][0].item(), allowed[is_worst][0].item())
+    return result if result.passed else result._replace(at=_difference(ours.cpu(), truth.cpu(), is_worst))
 
 
 def differing(ours: Tensor, expected: Tensor) -> int:
@@ -213,11 +210,7 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def written_outside(view: Tensor) -> int:
-    """Return the number of elements that were written in the memory around a view.
-
-    The functions in `LAYOUTS` fill this memory with NaN, or with the smallest integer of the dtype. This function
-    counts the elements that no longer have this value. It overwrites the view.
-    """
+    """Return how many elements around a view no longer have the value of `LAYOUTS`. This overwrites the view."""
     if view._base is None:
         return 0
     view.fill_(_poison(view.dtype))
@@ -329,13 +322,10 @@ def many(dtype: torch.dtype) -> list[Tensor]:
 
 
 def with_element(value: float, position: str, dtype: torch.dtype) -> list[Tensor]:
-    """Return three random vectors, in which one element is replaced by `value`.
+    """Return three random vectors, whose "first", "middle" or "last" element is replaced by `value`.
 
-    If `position` is "first", the first element of the first vector is replaced. If it is "middle", an element in the
-    middle of the second vector is replaced. If it is "last", the last element of the third vector is replaced.
-
-    The second vector has 40001 elements, and kernels divide it into several chunks. (Chunks have their maximum of 65536
-    elements only if all tensors together have far more elements than these three.)
+    The "middle" one is in the second vector, which kernels divide into several chunks. (Chunks have their maximum of
+    65536 elements only if all tensors together have far more elements than these three.)
     """
     tensors = [randn(n, dtype=dtype, seed=n) for n in (7, 40001, 1033)]
     tensor, index = {"first": (0, 0), "middle": (1, 20000), "last": (2, -1)}[position]
@@ -357,8 +347,7 @@ def clones(tensors: Sequence[Tensor]) -> list[Tensor]:
 def lost_context(device: torch.device | str) -> str:
     """Return CUDA's error message if the process has lost its CUDA context, otherwise "".
 
-    A process loses its context if a kernel reads an illegal address, for example. CUDA then refuses all further calls
-    of the process.
+    After a read of an illegal address, for example, CUDA refuses all further calls of the process.
     """
     try:
         if torch.device(device).type == "cuda":
@@ -432,7 +421,5 @@ class Case(NamedTuple):
 
 def by_operator(cases: Iterable[Case]) -> dict[str, tuple[Case, ...]]:
     """Return the cases of each operator, by the operator's name."""
-    found: dict[str, list[Case]] = {}
-    for case in cases:
-        found.setdefault(case.op, []).append(case)
-    return {op: tuple(of_op) for op, of_op in found.items()}
+    every = tuple(cases)
+    return {op: tuple(case for case in every if case.op == op) for op in dict.fromkeys(case.op for case in every)}

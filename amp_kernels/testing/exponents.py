@@ -16,13 +16,12 @@ from .. import reference
 from ..reference.exponents import COLUMNS
 from .common import (
     DTYPES,
-    NORM_TOLERANCE,
     Case,
-    Difference,
     Make,
     Result,
     clones,
     exact,
+    norms,
     place,
     unchanged,
     written_outside,
@@ -40,21 +39,6 @@ def results_for(tensors: Sequence[Tensor], device: torch.device) -> tuple[Tensor
     )
 
 
-def norms(squares: Tensor, expected: Tensor) -> Result:
-    """Compare the square roots of sums of squares."""
-    ours, truth = squares.cpu().sqrt(), expected.cpu().sqrt()
-    if not torch.equal(ours.isnan(), truth.isnan()) or not torch.equal(ours.isinf(), truth.isinf()):
-        return Result("non-finite squares", 1.0, 0.0)
-    finite = truth.isfinite()
-    excess = (ours - truth).abs()[finite] - NORM_TOLERANCE * truth[finite]
-    if excess.numel() == 0:
-        return Result("norms", 0.0, 0.0)
-    worst = int(excess.argmax())
-    got, wanted = ours[finite][worst].item(), truth[finite][worst].item()
-    at = Difference((len(truth),), "float64", (worst,), got, wanted)
-    return Result("norms", abs(got - wanted), NORM_TOLERANCE * wanted, at)
-
-
 def _count(make: Make, layout: str, device: torch.device) -> Iterator[Result]:
     tensors = place(make(), device, layout)
     before = clones(tensors)
@@ -65,7 +49,7 @@ def _count(make: Make, layout: str, device: torch.device) -> Iterator[Result]:
     reference.count_exponents_(on_cpu, *expected)
     yield exact("counts", counts, expected[0])
     yield exact("largest", largest, expected[1])
-    yield norms(squares, expected[2])
+    yield norms("norms", squares.sqrt(), expected[2].sqrt())
     first = clones([counts, largest, squares])
     torch.ops.amp_kernels.count_exponents_(tensors, counts, largest, squares)
     # The second run adds the same numbers, and twice a number is exact.

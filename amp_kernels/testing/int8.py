@@ -10,8 +10,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,10 +39,10 @@ from .common import (
 # Arguments of `quantize_int8` that say which elements of a 4-dimensional input share a scale.
 GROUPS: dict[str, dict[str, Any]] = {
     "tensor": {},
-    "rows": {"dim": -1},
-    "columns": {"dim": 0},
+    "rows": {"dim": (-1,)},
+    "columns": {"dim": (0,)},
     "channels": {"dim": (0, 2, 3)},
-    "middle": {"dim": 2},
+    "middle": {"dim": (2,)},
     "interlocked": {"dim": (0, 2)},
     "all_but_last": {"dim": (0, 1, 2)},
     "nothing_named": {"dim": ()},
@@ -108,28 +109,14 @@ def _rounded(values: Callable[[torch.dtype], Tensor], dtype: torch.dtype) -> Ten
     return values(dtype).to(dtype)
 
 
-class _Made(NamedTuple):
-    values: Tensor
-    scale: Tensor
-    zero_point: Tensor | None
-
-
-def _compare_codes(name: str, ours: Int8Tensor, expected: _Made) -> Iterator[Result]:
-    yield exact(f"{name} values", ours.values, expected.values)
-    yield exact(f"{name} scale", ours.scale, expected.scale)
-    if (ours.zero_point is None) != (expected.zero_point is None):
-        yield Result(f"{name} has a zero point", 1, 0)
-    elif ours.zero_point is not None and expected.zero_point is not None:
-        yield exact(f"{name} zero_point", ours.zero_point, expected.zero_point)
-
-
-def _dims(options: dict[str, Any]) -> dict[str, Any]:
-    dim = options.get("dim")
-    return {**options, "dim": (dim,) if isinstance(dim, int) else dim}
-
-
 def _named(options: dict[str, Any]) -> str:
     return ", ".join(f"{k}={v}" for k, v in options.items())
+
+
+def _placed(q: Int8Tensor, device: torch.device, layout: Callable[[Tensor], Tensor]) -> Int8Tensor:
+    """Copy codes, scales and zero points to a device, and the codes into a layout."""
+    moved = q.to(device)
+    return replace(moved, values=layout(moved.values))
 
 
 def _moved(arguments: dict[str, Any], device: torch.device) -> dict[str, Any]:
@@ -139,91 +126,85 @@ def _moved(arguments: dict[str, Any], device: torch.device) -> dict[str, Any]:
 Make = Callable[[], Tensor]
 
 
-def _rounding(seed: int | None) -> Literal["nearest", "stochastic"]:
-    return "nearest" if seed is None else "stochastic"
+def _codes(name: str, x: Tensor, on_device: Tensor, options: dict[str, Any]) -> Iterator[Result]:
+    """Compare the codes of `on_device` with those that the reference computes from `x`, the same tensor on the CPU."""
+    rounding: Any = "nearest" if options.get("seed") is None else "stochastic"
+    ours = quantize_int8(on_device, rounding=rounding, **_moved(options, on_device.device))
+    for part, expected in zip(("values", "scale", "zero_point"), reference.quantize_int8(x, **options), strict=True):
+        got = getattr(ours, part)
+        if got is None or expected is None:
+            yield Result(f"{name} has a {part}", float(got is not expected), 0)
+        else:
+            yield exact(f"{name} {part}", got, expected)
+    yield same_kind(f"{name} shape of x", ours.values, x.shape, torch.int8)
 
 
-def _quantize(make: Make, layout: str, all_options: Sequence[dict[str, Any]], device: torch.device) -> Iterator[Result]:
+def _quantize(
+    make: Make, all_options: Sequence[dict[str, Any]], device: torch.device, *, layout: str = "contiguous"
+) -> Iterator[Result]:
     x = make()
     laid_out = place([x], device, layout)[0]
     before = laid_out.clone()
     for options in all_options:
-        name = _named(options)
-        expected = _Made(*reference.quantize_int8(x, **_dims(options)))
-        ours = quantize_int8(laid_out, rounding=_rounding(options.get("seed")), **options)
-        yield from _compare_codes(name, ours, expected)
-        yield same_kind(f"{name} shape of x", ours.values, x.shape, torch.int8)
+        yield from _codes(_named(options), x, laid_out, options)
     yield unchanged("x written", [before], [laid_out])
 
 
 def _static(
-    make: Make, scales: Callable[[Tensor], Tensor], zero_point: int | None, block: int | None, seed: int | None,
-    device: torch.device,
-) -> Iterator[Result]:  # fmt: skip
+    make: Make, scales: Callable[[Tensor], Tensor], zero_point: int | None, device: torch.device, **options: Any
+) -> Iterator[Result]:
     x = make()
     scale = scales(x)
     zero = None if zero_point is None else torch.full_like(scale, zero_point, dtype=torch.int32)
-    given: dict[str, Any] = {"block_size": block, "seed": seed, "scale": scale, "zero_point": zero}
-    expected = _Made(*reference.quantize_int8(x, **given))
-    ours = quantize_int8(x.to(device), rounding=_rounding(seed), **_moved(given, device))
-    yield from _compare_codes("static", ours, expected)
+    yield from _codes("static", x, x.to(device), {"scale": scale, "zero_point": zero, **options})
 
 
 def _dequantize(
     dtype: torch.dtype, layout: str, all_options: Sequence[dict[str, Any]], device: torch.device
 ) -> Iterator[Result]:
     for options in all_options:
-        name = _named(options)
-        made = _Made(*reference.quantize_int8(randn(*SHAPE), **_dims(options)))
+        made = reference.quantize_int8(randn(*SHAPE), **options)
         block = options.get("block_size")
         # Scales at the limits: NaN is the scale of a group that held NaN. 3e38 is nearly the largest number of fp32.
         # 1e-45 is rounded to the smallest positive number of fp32.
-        made.scale.view(-1)[:3] = torch.tensor([math.nan, 3e38, 1e-45])[: made.scale.numel()]
+        made[1].view(-1)[:3] = torch.tensor([math.nan, 3e38, 1e-45])[: made[1].numel()]
         expected = reference.dequantize_int8(*made, block_size=block, dtype=dtype)
-        values = INT8_LAYOUTS[layout](made.values.to(device))
-        zero_point = None if made.zero_point is None else made.zero_point.to(device)
-        q = Int8Tensor(values, made.scale.to(device), zero_point, block_size=block)
-        yield exact(name, dequantize_int8(q, dtype), expected)
+        q = _placed(Int8Tensor(*made, block_size=block), device, INT8_LAYOUTS[layout])
+        yield exact(_named(options), dequantize_int8(q, dtype), expected)
 
 
 def _fake(make: Make, layout: str, all_options: Sequence[dict[str, Any]], device: torch.device) -> Iterator[Result]:
     x = make()
-    laid_out = place([x], device, layout)[0]
+    leaf = place([x], device, layout)[0].requires_grad_()
     for options in all_options:
         name = _named(options)
-        expected, scale, zero = reference.fake_quantize_int8(x, **_dims(options))
-        leaf = laid_out.detach().requires_grad_()
-        ours = fake_quantize_int8(leaf, **options)
-        yield exact(name, ours, expected)
-        block = options.get("block_size")
+        expected, scale, zero = reference.fake_quantize_int8(x, **options)
+        yield exact(name, fake_quantize_int8(leaf, **options), expected)
         for factor in (1.0, 0.5):  # with 1.0 all codes are in range, with 0.5 many are not
-            given = (scale * factor).to(device)
-            given_zero = None if zero is None else zero.to(device)
-            static = fake_quantize_int8(leaf, block_size=block, scale=given, zero_point=given_zero)
-            truth = reference.fake_quantize_int8(x, block_size=block, scale=scale * factor, zero_point=zero)[0]
-            yield exact(f"{name} static", static, truth)
-            grad = randn(*x.shape, dtype=x.dtype, seed=1)
-            (ours_grad,) = torch.autograd.grad(static, leaf, grad.to(device))
-            straight = reference.straight_through_int8(grad, x, scale * factor, zero, block_size=block)
-            yield exact(f"{name} gradient", ours_grad, straight)
+            yield from _fake_static(name, x, leaf, scale * factor, zero, options.get("block_size"))
+
+
+def _fake_static(
+    name: str, x: Tensor, leaf: Tensor, scale: Tensor, zero: Tensor | None, block: int | None = None
+) -> Iterator[Result]:
+    """Compare fake quantization by given scales, and its gradient. `leaf` is `x` on the device of the case."""
+    given: dict[str, Any] = {"scale": scale, "zero_point": zero, "block_size": block}
+    ours = fake_quantize_int8(leaf, **_moved(given, leaf.device))
+    yield exact(f"{name} static", ours, reference.fake_quantize_int8(x, **given)[0])
+    grad = randn(*x.shape, dtype=x.dtype, seed=1)
+    (ours_grad,) = torch.autograd.grad(ours, leaf, grad.to(leaf.device))
+    yield exact(f"{name} gradient", ours_grad, reference.straight_through_int8(grad, x, **given))
 
 
 def _fake_given(dtype: torch.dtype, zero_point: int, device: torch.device) -> Iterator[Result]:
     # The formulas limit x / scale to the range from -512 to 512. Here some values of x / scale lie below this range,
     # and some lie above it.
     x = torch.cat([400 * randn(5, 37), torch.tensor([[math.inf, -math.inf, math.nan, 512.0, -513.0]]).T], 1).to(dtype)
-    grad = randn(*x.shape, dtype=dtype, seed=1)
     for shape in ((5, 1), (1, 38)):
         scale = torch.ones(shape)
         scale[-1, -1] = math.inf
         zero = torch.full(shape, zero_point, dtype=torch.int32)
-        leaf = x.to(device).requires_grad_()
-        ours = fake_quantize_int8(leaf, scale=scale.to(device), zero_point=zero.to(device))
-        expected = reference.fake_quantize_int8(x, scale=scale, zero_point=zero)[0]
-        yield exact(f"{shape}", ours, expected)
-        (ours_grad,) = torch.autograd.grad(ours, leaf, grad.to(device))
-        straight = reference.straight_through_int8(grad, x, scale, zero)
-        yield exact(f"{shape} gradient", ours_grad, straight)
+        yield from _fake_static(f"{shape}", x, x.to(device, copy=True).requires_grad_(), scale, zero)
 
 
 # ------------------------------------------------------------------------------------------------------- products
@@ -251,16 +232,10 @@ def integers(*shape: int, seed: int = 0) -> Tensor:
     return torch.randint(-128, 128, shape, generator=generator(seed), dtype=torch.int8)
 
 
-def _operand(rows: int, columns: int, per: int | None, zeros: bool, seed: int) -> _Made:
-    """Return codes `[rows, columns]` with scales.
-
-    If `per` is None, there is one scale. Otherwise there is a scale for each index of dimension `per`.
-    """
-    count = 1 if per is None else (rows, columns)[per]
-    shape = (1, 1) if per is None else (count, 1) if per == 0 else (1, count)
-    scale = (randn(count, seed=seed).abs() + 0.01).view(shape)
-    zero = integers(count, seed=seed + 1).to(torch.int32).view(shape) if zeros else None
-    return _Made(integers(rows, columns, seed=seed + 2), scale, zero)
+def _operand(shape: Sequence[int], scales: Sequence[int], zeros: bool, seed: int) -> Int8Tensor:
+    """Return codes, with scales of the shape `scales`, and with zero points if `zeros` is True."""
+    zero = integers(*scales, seed=seed + 1).to(torch.int32) if zeros else None
+    return Int8Tensor(integers(*shape, seed=seed + 2), randn(*scales, seed=seed).abs() + 0.01, zero)
 
 
 def _out(dtype: torch.dtype) -> dict[str, Any]:
@@ -272,21 +247,19 @@ def _out(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _product(
-    sizes: tuple[int, int, int], layouts: tuple[str, str], per: bool, zeros: tuple[bool, bool], out: torch.dtype,
-    extreme: bool, device: torch.device,
+    sizes: tuple[int, int, int], zeros: tuple[bool, bool], out: torch.dtype, device: torch.device, *,
+    layouts: tuple[str, str] = ("contiguous", "transposed"), per: bool = True, extreme: bool = False,
 ) -> Iterator[Result]:  # fmt: skip
     m, n, k = sizes
-    a = _operand(m, k, 0 if per else None, zeros[0], 10)
-    b = _operand(k, n, 1 if per else None, zeros[1], 20)
+    a = _operand((m, k), (m if per else 1, 1), zeros[0], 10)
+    b = _operand((k, n), (1, n if per else 1), zeros[1], 20)
     if extreme:  # the largest sums that int32 holds
-        a, b = (made._replace(values=torch.full_like(made.values, -128)) for made in (a, b))
-    on_device = [
-        Int8Tensor(INT8_LAYOUTS[layout](v.to(device)), s.to(device), None if z is None else z.to(device))
-        for layout, (v, s, z) in zip(layouts, (a, b), strict=True)
-    ]
+        for q in (a, b):
+            q.values.fill_(-128)
+    on_device = [_placed(q, device, INT8_LAYOUTS[layout]) for q, layout in zip((a, b), layouts, strict=True)]
     for bias in (None, randn(n, seed=30)):
         final = {"bias": bias, **_out(out)}
-        expected = reference.int8_matmul(a.values, b.values, *a[1:], *b[1:], **final)
+        expected = reference.int8_matmul(a.values, b.values, a.scale, a.zero_point, b.scale, b.zero_point, **final)
         ours = int8_matmul(*on_device, **_moved(final, device))
         yield exact(f"bias {bias is not None}", ours, expected)
 
@@ -331,27 +304,24 @@ CONVOLUTIONS: dict[str, _Conv] = {
 
 
 def _convolution(
-    conv: _Conv, layout: str, per: bool, zeros: bool, out: torch.dtype, change: str, device: torch.device
-) -> Iterator[Result]:
-    shape = (conv.batch, *conv.pixels, conv.channels)
-    x, weight = integers(*shape, seed=1), integers(conv.outputs, *conv.taps, conv.channels, seed=2)
-    sizes = (conv.batch, 1, 1, 1) if per else (1,)
-    scale, zero = randn(*sizes, seed=3).abs() + 0.01, integers(*sizes, seed=4).to(torch.int32) if zeros else None
-    weight_scale = randn(*((conv.outputs, 1, 1, 1) if per else (1,)), seed=5).abs() + 0.01
-    if change == "extremes":
-        x, weight = torch.full_like(x, -128), torch.full_like(weight, -128)
-        zero = torch.full(sizes, 127, dtype=torch.int32)
-    elif change == "nan":
-        scale.view(-1)[0] = math.nan
-    elif change == "no_code":
-        zero = torch.full(sizes, 300, dtype=torch.int32)
-        zero.view(-1)[-1] = -385
-    q = Int8Tensor(CONV_LAYOUTS[layout](x.to(device)), scale.to(device), None if zero is None else zero.to(device))
-    kernel = Int8Tensor(CONV_LAYOUTS[layout](weight.to(device)), weight_scale.to(device))
+    conv: _Conv, out: torch.dtype, device: torch.device, *, layout: str = "contiguous", per: bool = True,
+    zeros: bool = True, change: str = "",
+) -> Iterator[Result]:  # fmt: skip
+    x = _operand((conv.batch, *conv.pixels, conv.channels), (conv.batch, 1, 1, 1) if per else (1,), zeros, 10)
+    weight = _operand((conv.outputs, *conv.taps, conv.channels), (conv.outputs, 1, 1, 1) if per else (1,), False, 20)
+    zero = x.zero_point
+    if change == "nan":
+        x.scale[0] = math.nan
+    elif change == "extremes" and zero is not None:
+        for codes, code in ((x.values, -128), (weight.values, -128), (zero, 127)):
+            codes.fill_(code)
+    elif change == "no_code" and zero is not None:
+        zero.fill_(300)[-1] = -385
+    q, kernel = (_placed(operand, device, CONV_LAYOUTS[layout]) for operand in (x, weight))
     steps: dict[str, Any] = {"stride": conv.stride, "padding": conv.padding, "dilation": conv.dilation}
     for bias in (None, randn(conv.outputs, seed=6)):
         final = {"bias": bias, **steps, **_out(out)}
-        expected = reference.int8_conv2d(x, weight, scale, zero, weight_scale, **final)
+        expected = reference.int8_conv2d(x.values, weight.values, x.scale, x.zero_point, weight.scale, **final)
         ours = int8_conv2d(q, kernel, **_moved(final, device))
         yield exact(f"bias {bias is not None}", ours, expected)
         yield same_kind("kind", ours, expected.shape, expected.dtype)
@@ -362,12 +332,11 @@ def _linear(sizes: tuple[int, int, int], dtype: torch.dtype, scales: int, device
     x, weight = randn(m, k, dtype=dtype, seed=1), integers(n, k, seed=2)
     scale = randn(n if scales else 1, seed=3).abs() + 0.01
     for bias in (None, randn(n, dtype=dtype, seed=4)):
-        truth = (x.double() @ weight.double().T) * scale.double() + (0 if bias is None else bias.double())
-        theirs = torch.nn.functional.linear(x.float(), weight.float() * scale.view(-1, 1)).add(
-            0 if bias is None else bias.float()
-        )
-        bias_here = None if bias is None else bias.to(device)
-        ours = torch.ops.amp_kernels.int8_linear(x.to(device), weight.to(device), scale.to(device), bias_here)
+        added = torch.zeros(n) if bias is None else bias.float()
+        truth = (x.double() @ weight.double().T) * scale.double() + added
+        theirs = torch.nn.functional.linear(x.float(), weight.float() * scale.view(-1, 1)) + added
+        operands = {"x": x, "weight": weight, "scale": scale, "bias": bias}
+        ours = torch.ops.amp_kernels.int8_linear(*_moved(operands, device).values())
         yield within(f"bias {bias is not None}", ours.cpu(), theirs.to(dtype), truth)
         yield same_kind("dtype", ours, truth.shape, dtype)
 
@@ -384,43 +353,41 @@ def _all(*fixed: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 _BLOCKS: dict[str, Any] = {"block_size": 8}
-_BY_ROW: list[dict[str, Any]] = [{"dim": -1, **kind} for kind in KINDS.values()] + [
-    {"dim": 0, **kind} for kind in KINDS.values()
-]
+_BY_ROW: list[dict[str, Any]] = [{"dim": (dim,), **kind} for dim in (-1, 0) for kind in KINDS.values()]
+_OUT = {**DTYPES, "int8": torch.int8}  # the dtypes of a product's result
 
 
 def _quantize_cases() -> Iterator[Case]:
-    def case(dtype: str, name: str, make: Make, layout: str, options: Sequence[dict[str, Any]]) -> Case:
-        return Case("quantize_int8", dtype, name, partial(_quantize, make, layout, options))
+    every = [*_BY_ROW, *KINDS.values(), _BLOCKS]
+
+    def case(dtype: str, name: str, make: Make, options: Sequence[dict[str, Any]], **rest: Any) -> Case:
+        return Case("quantize_int8", dtype, name, partial(_quantize, make, options, **rest))
 
     for dtype_name, dtype in DTYPES.items():
         shaped = partial(randn, *SHAPE, dtype=dtype)
         for layout in LAYOUTS:
-            yield case(dtype_name, layout, shaped, layout, _all())
+            yield case(dtype_name, layout, shaped, _all(), layout=layout)
         seeds = ({"seed": 1}, {"seed": -(2**63)}, {"seed": 2**40 + 12345})
-        yield case(dtype_name, "stochastic", shaped, "contiguous", _all(*seeds))
-        yield case(dtype_name, "stochastic_channels_last", shaped, "channels_last", _all({"seed": 7}))
+        yield case(dtype_name, "stochastic", shaped, _all(*seeds))
+        yield case(dtype_name, "stochastic_channels_last", shaped, _all({"seed": 7}), layout="channels_last")
         for kind, values in VALUES.items():
-            options = [*_BY_ROW, *KINDS.values(), _BLOCKS]
-            yield case(dtype_name, kind, partial(_rounded, values, dtype), "contiguous", options)
+            yield case(dtype_name, kind, partial(_rounded, values, dtype), every)
         for length in ROWS:
-            yield case(dtype_name, f"rows_of_{length}", partial(randn, 5, length, dtype=dtype), "contiguous", _BY_ROW)
+            yield case(dtype_name, f"rows_of_{length}", partial(randn, 5, length, dtype=dtype), _BY_ROW)
         for length in (ON_CHIP // dtype.itemsize, ON_CHIP // dtype.itemsize + 1):
-            longest = partial(randn, 2, length, dtype=dtype)
-            yield case(dtype_name, f"rows_of_{length}", longest, "contiguous", _BY_ROW[:2])
+            yield case(dtype_name, f"rows_of_{length}", partial(randn, 2, length, dtype=dtype), _BY_ROW[:2])
         long = partial(randn, 2, 70001, dtype=dtype)
-        options = [*_BY_ROW, *KINDS.values(), _BLOCKS, {"block_size": 70000}]
-        yield case(dtype_name, "long_rows", long, "contiguous", options)
-        yield case(dtype_name, "many_rows", partial(randn, 3001, 20, dtype=dtype), "contiguous", _BY_ROW)
+        yield case(dtype_name, "long_rows", long, [*every, {"block_size": 70000}])
+        yield case(dtype_name, "many_rows", partial(randn, 3001, 20, dtype=dtype), _BY_ROW)
         for shape in ((0,), (0, 5), (5, 0), (2, 0, 3)):
             empty = partial(torch.empty, shape, dtype=dtype)
             options = [*_BY_ROW[:2], {}, {"block_size": 4}]
-            yield case(dtype_name, f"empty_{'x'.join(map(str, shape))}", empty, "contiguous", options)
+            yield case(dtype_name, f"empty_{'x'.join(map(str, shape))}", empty, options)
         for first, last in ((0, 2), (2, 0)):  # both are contiguous and channels_last at once
             empty = partial(torch.empty, (first, 2, 2, last), dtype=dtype)
             options = [*_all(), *_all({"seed": 1})]
-            yield case(dtype_name, f"empty_{first}x2x2x{last}", empty, "channels_last", options)
-        yield case(dtype_name, "scalar", partial(randn, dtype=dtype), "contiguous", list(KINDS.values()))
+            yield case(dtype_name, f"empty_{first}x2x2x{last}", empty, options, layout="channels_last")
+        yield case(dtype_name, "scalar", partial(randn, dtype=dtype), list(KINDS.values()))
 
 
 def _static_cases() -> Iterator[Case]:
@@ -432,12 +399,9 @@ def _static_cases() -> Iterator[Case]:
 
     for dtype_name, dtype in DTYPES.items():
         for kind in ("nan", "inf", "ties", "largest", "denormals", "large"):
-            for zero_point in (None, -128, 5):
-                body = partial(_static, partial(_rounded, VALUES[kind], dtype), per_row, zero_point, None, None)
+            for zero_point in (None, -128, 5, *(NO_CODES if kind == "large" else ())):
+                body = partial(_static, partial(_rounded, VALUES[kind], dtype), per_row, zero_point)
                 yield Case("quantize_int8", dtype_name, f"static_{kind}_{zero_point}", body)
-        for zero_point in NO_CODES:
-            body = partial(_static, partial(_rounded, VALUES["large"], dtype), per_row, zero_point, None, None)
-            yield Case("quantize_int8", dtype_name, f"static_large_{zero_point}", body)
         x = partial(randn, 33, 70, dtype=dtype)
         for name, scales, block in (
             ("tensor", lambda _: torch.tensor(0.02), None),
@@ -445,7 +409,7 @@ def _static_cases() -> Iterator[Case]:
             ("blocks", lambda _: randn(33, 5, seed=3).abs() + 0.01, 16),
         ):
             for seed in (None, 11):
-                body = partial(_static, x, scales, 3, block, seed)
+                body = partial(_static, x, scales, 3, block_size=block, seed=seed)
                 yield Case("quantize_int8", dtype_name, f"static_{name}_seed_{seed}", body)
 
 
@@ -462,79 +426,69 @@ def _other_cases() -> Iterator[Case]:
         for zero_point in NO_CODES:
             body = partial(_fake_given, dtype, zero_point)
             yield Case("fake_quantize_int8", dtype_name, f"zero_point_{zero_point}", body)
-        for sizes in SHAPES:
-            name = "x".join(map(str, sizes))
-            both = ("contiguous", "contiguous")
-            product = partial(_product, sizes, both, True, (True, True), dtype, False)
-            yield Case("int8_matmul", dtype_name, name, product)
-            if sizes[2] > 0:
-                yield Case("int8_linear", dtype_name, name, partial(_linear, sizes, dtype, 1))
-        yield Case("int8_linear", dtype_name, "one_scale", partial(_linear, (5, 33, 70), dtype, 0))
+
+
+def _product_cases() -> Iterator[Case]:
+    def case(
+        out: str, name: str, sizes: tuple[int, int, int], a_has_zeros: bool, b_has_zeros: bool, **rest: Any
+    ) -> Case:
+        return Case("int8_matmul", out, name, partial(_product, sizes, (a_has_zeros, b_has_zeros), _OUT[out], **rest))
+
+    for out, sizes in itertools.product(DTYPES, SHAPES):
+        yield case(out, "x".join(map(str, sizes)), sizes, True, True, layouts=("contiguous", "contiguous"))
     for sizes in ((17, 33, 65), (1, 130, 127), (70, 66, 64)):
         name = "x".join(map(str, sizes))
-        for left in INT8_LAYOUTS:
-            for right in INT8_LAYOUTS:
-                body = partial(_product, sizes, (left, right), True, (True, False), torch.float32, False)
-                yield Case("int8_matmul", "fp32", f"{name}_{left}_{right}", body)
+        for layouts in itertools.product(INT8_LAYOUTS, INT8_LAYOUTS):
+            yield case("fp32", f"{name}_{'_'.join(layouts)}", sizes, True, False, layouts=layouts)
         for right in ("contiguous", "sliced"):  # `a` is contiguous along k, `b` is not, and there are no zero points
-            body = partial(_product, sizes, ("contiguous", right), True, (False, False), torch.float32, False)
-            yield Case("int8_matmul", "fp32", f"{name}_{right}_without_zeros", body)
-        both = ("contiguous", "transposed")
+            layouts = "contiguous", right
+            yield case("fp32", f"{name}_{right}_without_zeros", sizes, False, False, layouts=layouts)
         for zeros in ((False, False), (True, False), (False, True)):
             for per in (True, False):
-                body = partial(_product, sizes, both, per, zeros, torch.float32, False)
-                yield Case("int8_matmul", "fp32", f"{name}_zeros_{zeros}_per_row_{per}", body)
-        yield Case("int8_matmul", "int8", name, partial(_product, sizes, both, True, (True, True), torch.int8, False))
+                yield case("fp32", f"{name}_zeros_{zeros}_per_row_{per}", sizes, *zeros, per=per)
+        yield case("int8", name, sizes, True, True)
     # If the environment variable AMP_KERNELS_MULTIPROCESSORS is 3, the CUDA kernels count 3 multiprocessors on any GPU
     # (csrc/cuda/portable.h). They then compute the "narrow" sizes in tiles of 128 x 64, the "medium" sizes in tiles of
     # 128 x 128, and the "large" sizes in tiles of 128 x 256.
     for tile, sizes in (("narrow", (300, 50, 96)), ("medium", (300, 100, 96)), ("large", (130, 130, 96))):
-        for with_zeros in (False, True):
-            body = partial(_product, sizes, ("contiguous", "transposed"), True, (with_zeros,) * 2, torch.float32, False)
-            yield Case("int8_matmul", "fp32", f"{tile}_zeros_{with_zeros}", body)
-    for dtype_name in ("fp16", "bf16"):
-        for tile, sizes in (("few_rows", (20, 33, 64)), ("small", (130, 70, 96)), ("medium", (300, 100, 96))):
-            yield Case("int8_linear", dtype_name, tile, partial(_linear, sizes, DTYPES[dtype_name], 1))
+        for has_zeros in (False, True):
+            yield case("fp32", f"{tile}_zeros_{has_zeros}", sizes, has_zeros, has_zeros)
     ways = {
         "few_rows": [*((rows, 37, inner) for rows in (1, 2, 3, 4) for inner in (255, 256, 320, 1000)), (20, 37, 256)],
         "few_columns": [(37, 1, 40), *((37, columns, inner) for columns in (1, 4, 7, 16) for inner in (512, 575))],
     }
-    both = ("contiguous", "transposed")
-    for (way, shapes), a_has_zeros, b_has_zeros in itertools.product(ways.items(), (False, True), (False, True)):
+    for (way, shapes), a_zeros, b_zeros in itertools.product(ways.items(), (False, True), (False, True)):
         for sizes in shapes:
-            body = partial(_product, sizes, both, True, (a_has_zeros, b_has_zeros), torch.float32, False)
-            yield Case(
-                "int8_matmul", "fp32", f"{way}_{'x'.join(map(str, sizes))}_zeros_{a_has_zeros}_{b_has_zeros}", body
-            )
-    for sizes, with_zeros in itertools.product(((37, 7, 512), (17, 70, 96)), (False, True)):
-        for out_name, out in (*DTYPES.items(), ("int8", torch.int8)):
-            body = partial(_product, sizes, both, True, (with_zeros, with_zeros), out, False)
-            yield Case("int8_matmul", out_name, f"epilogue_{'x'.join(map(str, sizes))}_zeros_{with_zeros}", body)
-    yield Case(
-        "int8_matmul", "fp32", "largest_sums",
-        partial(_product, (3, 5, 131071), ("contiguous", "transposed"), True, (True, True), torch.float32, True),
-    )  # fmt: skip
+            name = f"{way}_{'x'.join(map(str, sizes))}_zeros_{a_zeros}_{b_zeros}"
+            yield case("fp32", name, sizes, a_zeros, b_zeros)
+    for sizes, has_zeros, out in itertools.product(((37, 7, 512), (17, 70, 96)), (False, True), _OUT):
+        yield case(out, f"epilogue_{'x'.join(map(str, sizes))}_zeros_{has_zeros}", sizes, has_zeros, has_zeros)
+    yield case("fp32", "largest_sums", (3, 5, 131071), True, True, extreme=True)
+    for dtype_name, dtype in DTYPES.items():
+        for sizes in SHAPES:
+            if sizes[2] > 0:
+                yield Case("int8_linear", dtype_name, "x".join(map(str, sizes)), partial(_linear, sizes, dtype, 1))
+        yield Case("int8_linear", dtype_name, "one_scale", partial(_linear, (5, 33, 70), dtype, 0))
+    for dtype_name in ("fp16", "bf16"):
+        for tile, sizes in (("few_rows", (20, 33, 64)), ("small", (130, 70, 96)), ("medium", (300, 100, 96))):
+            yield Case("int8_linear", dtype_name, tile, partial(_linear, sizes, DTYPES[dtype_name], 1))
 
 
 def _convolution_cases() -> Iterator[Case]:
-    def case(name: str, conv: _Conv, out: str, *options: Any) -> Case:
-        dtype = torch.int8 if out == "int8" else DTYPES[out]
-        layout, per, zeros, change = options
-        return Case("int8_conv2d", out, name, partial(_convolution, conv, layout, per, zeros, dtype, change))
+    def case(name: str, conv: str, out: str, **rest: Any) -> Case:
+        return Case("int8_conv2d", out, name, partial(_convolution, CONVOLUTIONS[conv], _OUT[out], **rest))
 
-    for name, conv in CONVOLUTIONS.items():
-        yield case(name, conv, "fp32", "contiguous", True, True, "")
-        yield case(f"{name}_without_zeros", conv, "int8", "contiguous", False, False, "")
-    conv = CONVOLUTIONS["all_different"]
-    for out in (*DTYPES, "int8"):
-        for per, zeros in itertools.product((False, True), (False, True)):
-            yield case(f"epilogue_{per}_{zeros}", conv, out, "contiguous", per, zeros, "")
+    for name in CONVOLUTIONS:
+        yield case(name, name, "fp32")
+        yield case(f"{name}_without_zeros", name, "int8", per=False, zeros=False)
+    for out, per, zeros in itertools.product(_OUT, (False, True), (False, True)):
+        yield case(f"epilogue_{per}_{zeros}", "all_different", out, per=per, zeros=zeros)
     for layout in CONV_LAYOUTS:
-        yield case(layout, CONVOLUTIONS["3x3"], "fp32", layout, True, True, "")
-        yield case(f"odd_{layout}", CONVOLUTIONS["odd_channels"], "int8", layout, True, True, "")
+        yield case(layout, "3x3", "fp32", layout=layout)
+        yield case(f"odd_{layout}", "odd_channels", "int8", layout=layout)
     for change in ("extremes", "nan", "no_code"):
-        yield case(change, CONVOLUTIONS["3x3"], "fp32", "contiguous", True, True, change)
-        yield case(change, CONVOLUTIONS["strided"], "int8", "contiguous", True, True, change)
+        yield case(change, "3x3", "fp32", change=change)
+        yield case(change, "strided", "int8", change=change)
 
 
-CASES = by_operator([*_quantize_cases(), *_static_cases(), *_other_cases(), *_convolution_cases()])
+CASES = by_operator([*_quantize_cases(), *_static_cases(), *_other_cases(), *_product_cases(), *_convolution_cases()])

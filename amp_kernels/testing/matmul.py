@@ -64,29 +64,25 @@ def exact(argument: Tensor, activation: str | None) -> Tensor:
 
 
 def _product(
-    sizes: tuple[int, ...], layouts: tuple[str, str], dtype: torch.dtype, out: torch.dtype, device: torch.device
-) -> Iterator[Result]:
+    sizes: tuple[int, ...], layouts: tuple[str, str], dtype: torch.dtype, out: torch.dtype, device: torch.device,
+    *, multiply: Callable[..., Tensor] = matmul,
+) -> Iterator[Result]:  # fmt: skip
     *batch, m, n, k = sizes
     a, b = randn(*batch, m, k, dtype=dtype, seed=1), randn(*batch, k, n, dtype=dtype, seed=2)
     on_device = [LAYOUTS[layout](x.to(device)) for layout, x in zip(layouts, (a, b), strict=True)]
     theirs = a @ b if out == dtype else (a.float() @ b.float()).to(out)
-    ours = matmul(*on_device, out_dtype=out)
+    ours = multiply(*on_device, out_dtype=out)
     yield same_kind("dtype and shape", ours, theirs.shape, out)
     yield compare("product", ours, theirs, a.double() @ b.double())
 
 
-def _by_element(
-    sizes: tuple[int, int, int], layouts: tuple[str, str], dtype: torch.dtype, device: torch.device
-) -> Iterator[Result]:
+def _by_element(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
     """Call the operator itself with operands that cannot be read 16 bytes at a time.
 
     The public functions would copy them first. The code that reads single elements would then not run.
     """
-    m, n, k = sizes
-    a, b = randn(1, m, k, dtype=dtype, seed=1), randn(1, k, n, dtype=dtype, seed=2)
-    on_device = [LAYOUTS[layout](x.to(device)) for layout, x in zip(layouts, (a, b), strict=True)]
-    ours, _ = torch.ops.amp_kernels.matmul(*on_device, None, 1.0, 0.0, None, dtype, False, False)
-    yield compare("product", ours, a @ b, a.double() @ b.double())
+    product: Tensor = torch.ops.amp_kernels.matmul(a, b, None, 1.0, 0.0, None, out_dtype, False, False)[0]
+    return product
 
 
 def _addmm(
@@ -117,13 +113,12 @@ def _linear(
     between = dtype if rounds_before_activation(moved[0]) else torch.float32
 
     def passes(cast: torch.dtype | None) -> list[Tensor]:
-        """Return the result and the gradients, computed by torch.
+        """Return the result and the gradients, computed by torch in the dtype `cast`.
 
-        They are computed in the dtype `cast`. If `cast` is None, they are computed in fp32, and rounded to the
-        operands' dtype. In that case the argument of the activation is rounded to `between`.
+        If it is None, they are computed in fp32 and rounded, with the activation's argument rounded to `between`.
         """
         leaves = [t.to(cast or torch.float32).requires_grad_() for t in tensors]
-        argument = F.linear(leaves[0], leaves[1], leaves[2] if with_bias else None)
+        argument = F.linear(*leaves)
         result = exact(argument, activation) if cast else activate(argument.to(between).float(), activation)
         grads = torch.autograd.grad(result, leaves, grad.to(result.dtype))
         return [t.detach().to(cast or dtype) for t in (result, *grads)]
@@ -182,7 +177,8 @@ def _cases() -> Iterator[Case]:
                 yield case("matmul", f"{tile}_{left}_{right}", _product, (3, m, n, 40), (left, right), dtype, dtype)
             yield case("matmul", f"{tile}_in_splits", _product, (m, n, k), ("padded", "padded_column"), dtype, dtype)
         for left, right in (("odd_pitch", "every_other"), ("every_other_row", "offset")):
-            yield case("matmul", f"by_element_{left}_{right}", _by_element, (37, 41, 43), (left, right), dtype)
+            product = partial(_product, multiply=_by_element)
+            yield case("matmul", f"by_element_{left}_{right}", product, (1, 37, 41, 43), (left, right), dtype, dtype)
         for beta, alpha in ((1.0, 1.0), (0.5, -2.0), (0.0, 1.0)):
             for layout in ("row", "column", "every_other"):
                 name = f"beta_{beta:g}_alpha_{alpha:g}_{layout}"
@@ -194,16 +190,8 @@ def _cases() -> Iterator[Case]:
                 name = f"{activation}_{'x'.join(map(str, sizes))}"
                 yield case("linear", name, _linear, sizes, activation, plain, True, dtype)
             for layouts in (("column", "column"), ("odd_pitch", "offset"), ("every_other", "padded")):
-                yield case(
-                    "linear",
-                    f"{activation}_{'_'.join(layouts)}",
-                    _linear,
-                    (18, 21, 30),
-                    activation,
-                    layouts,
-                    True,
-                    dtype,
-                )
+                name = f"{activation}_{'_'.join(layouts)}"
+                yield case("linear", name, _linear, (18, 21, 30), activation, layouts, True, dtype)
             yield case("linear", f"{activation}_no_bias", _linear, (18, 21, 30), activation, plain, False, dtype)
 
 

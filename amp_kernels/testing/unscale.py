@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +17,8 @@ from ..functional import clip_grad_norm_, grad_norm, unscale_
 from .common import (
     DTYPES,
     LAYOUTS,
-    NORM_TOLERANCE,
     VALUES,
     Case,
-    Difference,
     Make,
     Result,
     clones,
@@ -27,6 +26,7 @@ from .common import (
     exact,
     many,
     mixed,
+    norms,
     of_sizes,
     place,
     same_kind,
@@ -88,11 +88,11 @@ def at_borders(dtype: torch.dtype) -> list[Tensor]:
 
 
 def _positions(
-    find: Callable[[Tensor, Tensor], object], dtype: torch.dtype, values: tuple[float, float], device: torch.device
+    find: Callable[..., object], dtype: torch.dtype, values: tuple[float, float], device: torch.device
 ) -> Iterator[Result]:
-    """Check that `find(vector, found_inf)` sets the flag for one element, at each of the `borders`, that is not finite.
+    """Check that `find([vector], found_inf=flag)` sets the flag for one NaN or inf, at each of the `borders`.
 
-    The two values take turns. Each position needs a call of its own, because all gradients of a call share one flag.
+    The two `values` take turns. Each position needs a call of its own, because all gradients of a call share one flag.
     """
     for length, layout in LENGTHS.items():
         positions = borders(length, layout, dtype)
@@ -100,15 +100,16 @@ def _positions(
         flags = torch.zeros(length, device=device)  # one for each position, so that a message names the position
         for i, position in enumerate(positions):
             vector[position] = values[i % 2]
-            find(vector, flags[position])
+            find([vector], found_inf=flags[position])
             vector[position] = 1.0
         expected = torch.zeros(length).index_fill(0, torch.tensor(positions), 1.0)
         yield exact("found_inf of each position", flags, expected)
 
 
 def _unscale(
-    make: Make, layout: str, inv_scale: float, found: float, expected: float, device: torch.device
-) -> Iterator[Result]:
+    make: Make, device: torch.device, *, layout: str = "contiguous", inv_scale: float = 0.37, found: float = 0.0,
+    expected: float = 0.0,
+) -> Iterator[Result]:  # fmt: skip
     grads = place(make(), device, layout)
     before = clones(grads)
     factor, found_inf = torch.tensor(inv_scale, device=device), torch.tensor(found, device=device)
@@ -119,56 +120,43 @@ def _unscale(
     yield Result("memory around grads", sum(map(written_outside, grads)), 0)
 
 
-def _norm_result(norm: Tensor, grads: Sequence[Tensor], factor: Tensor | None) -> Result:
-    squares = torch.stack([g.double().square().sum() for g in grads]).sum()
-    truth = squares.sqrt().item() * (1.0 if factor is None else factor.double().item())
-    if not math.isfinite(truth) or truth > torch.finfo(torch.float32).max:
-        return Result("norm", float(math.isfinite(norm.item())), 0, _norm_at(norm, truth))
-    # If the result is a denormal, rounding it changes it by up to 2^-150, half of the smallest positive fp32 number.
-    return Result("norm", abs(norm.item() - truth), NORM_TOLERANCE * truth + 2.0**-150, _norm_at(norm, truth))
-
-
-def _norm_at(norm: Tensor, truth: float) -> Difference:
-    return Difference((), "float32", (), norm.item(), truth)
+def _true_norm(grads: Sequence[Tensor], factor: Tensor | None = None) -> Tensor:
+    """Return the norm of `grads` times `factor`, in fp64. If fp32 cannot hold it, return inf."""
+    truth = torch.stack([g.double().square().sum() for g in grads]).sum().sqrt()
+    truth = truth if factor is None else truth * factor.double()
+    return truth.masked_fill(truth > torch.finfo(torch.float32).max, math.inf)
 
 
 def _grad_norm(
-    make: Make, layout: str, inv_scale: float | None, found: float, expected: float, device: torch.device
-) -> Iterator[Result]:
+    make: Make, device: torch.device, *, layout: str = "contiguous", inv_scale: float | None = None,
+    found: float = 0.0, expected: float = 0.0,
+) -> Iterator[Result]:  # fmt: skip
     grads = place(make(), device, layout)
     before = clones(grads)
     factor = None if inv_scale is None else torch.tensor(inv_scale, device=device)
     found_inf = torch.tensor(found, device=device)
     norm = grad_norm(grads, inv_scale=factor, found_inf=found_inf)
-    yield _norm_result(norm, grads, factor)
+    yield norms("norm", norm, _true_norm(grads, factor))
     yield same_kind("dtype and shape", norm, (), torch.float32)
     yield exact("found_inf", found_inf, torch.tensor(expected))
     yield unchanged("bits of a second run", [norm], [grad_norm(grads, inv_scale=factor)])
     yield unchanged("grads written", before, grads)
 
 
-def _unscale_by_1(grad: Tensor, found_inf: Tensor) -> None:
-    unscale_([grad], inv_scale=torch.ones_like(found_inf), found_inf=found_inf)
+def _unscale_by_1(grads: Sequence[Tensor], found_inf: Tensor) -> None:
+    unscale_(grads, inv_scale=torch.ones_like(found_inf), found_inf=found_inf)
 
 
-def _norm_alone(grad: Tensor, found_inf: Tensor) -> None:
-    grad_norm([grad], found_inf=found_inf)
-
-
-def _gradient_cases(op: str, body: Callable[..., Iterator[Result]], usual: float | None) -> Iterator[Case]:
-    def case(
-        dtype: str, name: str, make: Make, layout: str = "contiguous", *, inv_scale: float | None = usual,
-        found: float = 0.0, expected: float | None = None,
-    ) -> Case:  # fmt: skip
-        expected = found if expected is None else expected
-        return Case(op, dtype, name, partial(body, make, layout, inv_scale, found, expected))
+def _gradient_cases(op: str, body: Callable[..., Iterator[Result]]) -> Iterator[Case]:
+    def case(dtype: str, name: str, make: Make, **rest: Any) -> Case:
+        return Case(op, dtype, name, partial(body, make, **rest))
 
     for dtype, name, make, layout in gradient_inputs():
-        yield case(dtype, name, make, layout)
+        yield case(dtype, name, make, layout=layout)
     for dtype, name, make in non_finite_inputs():
         yield case(dtype, name, make, expected=1.0)
     is_norm = body is _grad_norm  # a value at a position that one operator reads as NaN is inf for the other
-    finds, values = (_norm_alone, (math.inf, math.nan)) if is_norm else (_unscale_by_1, (math.nan, math.inf))
+    finds, values = (grad_norm, (math.inf, math.nan)) if is_norm else (_unscale_by_1, (math.nan, math.inf))
     for dtype, torch_dtype in DTYPES.items():
         yield Case(op, dtype, "positions", partial(_positions, finds, torch_dtype, values))
         make = partial(of_sizes, torch_dtype, (9, 1025))
@@ -177,7 +165,7 @@ def _gradient_cases(op: str, body: Callable[..., Iterator[Result]], usual: float
         for inv_scale in (2.0**-16, 1.0, 3e38, 1e-40, 0.0):
             yield case(dtype, f"times_{inv_scale:g}", make, inv_scale=inv_scale)
         for found in (1.0, 2.0, math.nan):
-            yield case(dtype, f"found_{found}_kept", make, found=found)
+            yield case(dtype, f"found_{found}_kept", make, found=found, expected=found)
 
 
 def _clip(make: Make, layout: str, max_norm: float, device: torch.device) -> Iterator[Result]:
@@ -187,10 +175,8 @@ def _clip(make: Make, layout: str, max_norm: float, device: torch.device) -> Ite
     truth = [torch.empty_like(g, dtype=torch.float64, requires_grad=True) for g in grads]
     for grad, ours, other, true in zip(grads, params, theirs, truth, strict=True):
         ours.grad, other.grad, true.grad = grad, grad.clone(), grad.double()
-    expected = _norm_result(torch.zeros(()), grads, None)
-    norm = clip_grad_norm_(params, max_norm)
-    truth_norm = expected.error  # a norm of 0 was passed above, so its error is the true norm
-    yield Result("norm", abs(norm.item() - truth_norm), expected.allowed, _norm_at(norm, truth_norm))
+    true_norm = _true_norm(grads)  # computed first, since clipping changes the gradients
+    yield norms("norm", clip_grad_norm_(params, max_norm), true_norm)
     torch.nn.utils.clip_grad_norm_(theirs, max_norm)
     torch.nn.utils.clip_grad_norm_(truth, max_norm)
     groups = ([p.grad for p in group if p.grad is not None] for group in (params, theirs, truth))
@@ -207,7 +193,7 @@ def _clip_cases() -> Iterator[Case]:
 
 
 CASES: dict[str, tuple[Case, ...]] = {
-    "unscale_": tuple(_gradient_cases("unscale_", _unscale, 0.37)),
-    "grad_norm": tuple(_gradient_cases("grad_norm", _grad_norm, None)),
+    "unscale_": tuple(_gradient_cases("unscale_", _unscale)),
+    "grad_norm": tuple(_gradient_cases("grad_norm", _grad_norm)),
     "clip_grad_norm_": tuple(_clip_cases()),
 }

@@ -43,36 +43,25 @@ from .common import (
     written_outside,
 )
 
-LR = {"sgd": 0.1, "rmsprop": 0.01, "adam": 0.01}
-# Options of the optimizers as users write them, by family. The examples of a family together reach every branch of its
-# formula. With "full" and with "maximize" an optimizer has every state of its family.
-EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
-    "sgd": {
-        "plain": {},
-        "weight_decay": {"weight_decay": 0.1},
-        "momentum": {"momentum": 0.9},
-        "dampening": {"momentum": 0.9, "dampening": 0.3},
-        "full": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
-        "maximize": {"momentum": 0.9, "dampening": 0.5, "weight_decay": 0.01, "maximize": True},
+LR = {"sgd": 0.1}  # 0.01 for the others
+_WEIGHT_DECAY = {"weight_decay": 0.1, "alpha": 0.9, "betas": (0.5, 0.9), "eps": 1e-3}
+# Options of the optimizers as users write them. Each optimizer takes those that it has, and an example that then equals
+# an earlier one is left out. The examples of an optimizer together reach every branch of its formula. With "full" and
+# with "maximize" it has every state of its family.
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "weight_decay": _WEIGHT_DECAY,
+    "momentum": {"momentum": 0.9, "betas": (0.95, 0.99)},
+    "dampening": {"momentum": 0.9, "dampening": 0.3, "betas": (0.95, 0.99)},
+    "decoupled": {**_WEIGHT_DECAY, "decoupled_weight_decay": True},
+    "centered": {"centered": True},
+    "amsgrad": {"amsgrad": True, "betas": (0.9, 0.5)},
+    "full": {"momentum": 0.9, "nesterov": True, "centered": True, "amsgrad": True, "weight_decay": 0.01},
+    "maximize": {
+        "momentum": 0.9, "dampening": 0.5, "centered": True, "amsgrad": True, "weight_decay": 0.01,
+        "decoupled_weight_decay": True, "maximize": True,
     },
-    "rmsprop": {
-        "plain": {},
-        "weight_decay": {"weight_decay": 0.1, "alpha": 0.9, "eps": 1e-3},
-        "momentum": {"momentum": 0.9},
-        "centered": {"centered": True},
-        "full": {"centered": True, "momentum": 0.9, "weight_decay": 0.01},
-        "maximize": {"centered": True, "momentum": 0.9, "weight_decay": 0.01, "maximize": True},
-    },
-    "adam": {
-        "plain": {},
-        "weight_decay": {"weight_decay": 0.1, "betas": (0.5, 0.9), "eps": 1e-3},
-        "momentum": {"betas": (0.95, 0.99)},
-        "decoupled": {"weight_decay": 0.1, "decoupled_weight_decay": True},
-        "amsgrad": {"amsgrad": True, "betas": (0.9, 0.5)},
-        "full": {"amsgrad": True, "weight_decay": 0.01},
-        "maximize": {"amsgrad": True, "weight_decay": 0.01, "decoupled_weight_decay": True, "maximize": True},
-    },
-}
+}  # fmt: skip
 # With these options an update rounds only once, when it subtracts the step from the master, whatever the learning rate.
 # So every backend must compute the same bits. The gradients must be powers of 2, the states must be 0, and the step
 # must have a high number, so that the bias corrections of Adam are 1. With other options backends may differ in the
@@ -86,14 +75,9 @@ SMALL = (1e-3, 1e-5, 1e-6)  # sizes of weights; fp16 remainders of the last are 
 
 
 class Update:
-    """An update family: its public function, its fused optimizer, and torch's optimizer for comparison.
+    """An update family: its functional update, its fused optimizer, and the torch optimizer from which that is derived.
 
-    Attributes:
-        function: The functional update, for example `sgd_`.
-        optimizer: The fused optimizer.
-        torch: The torch optimizer from which `optimizer` is derived, for example `torch.optim.SGD`.
-        lr: The learning rate for the examples.
-        examples: The other options, by the name of the example.
+    `examples` has options by the name of the example. Their learning rate is `lr`.
     """
 
     def __init__(self, family: Family) -> None:
@@ -102,7 +86,12 @@ class Update:
         ours = (getattr(optim, name) for name in optim.__all__)
         self.optimizer: Any = next(kind for kind in ours if getattr(kind, "_family", None) is family)
         self.torch: Any = next(k for k in self.optimizer.__mro__ if not k.__module__.startswith(optim.__name__))
-        self.lr, self.examples = LR[family.name], EXAMPLES[family.name]
+        self.lr = LR.get(family.name, 0.01)
+        self.examples: dict[str, dict[str, Any]] = {}
+        for name, options in EXAMPLES.items():
+            own = {option: value for option, value in options.items() if option in self.defaults()}
+            if own not in self.examples.values() or name in ("momentum", "full"):  # which tests ask for
+                self.examples[name] = own
 
     def defaults(self) -> dict[str, Any]:
         """Return all options of torch's optimizer, with their defaults."""
@@ -114,12 +103,7 @@ class Update:
         return self.torch(params, lr=lr, **choice, **options)
 
     def arguments(self, options: dict[str, Any], *, steps_taken: int = 0) -> dict[str, Any]:
-        """Return keyword arguments for `function`.
-
-        They have the values in `options`, and torch's defaults for all other options. `steps_taken` is the number of
-        earlier steps, and `is_first_step` is True if that number is 0. Arguments that `function` does not have are left
-        out.
-        """
+        """Return keyword arguments for `function`: `options`, and torch's defaults for all other options."""
         everything = {**self.defaults(), **options, "is_first_step": steps_taken == 0, "steps_taken": steps_taken}
         return {name: everything[name] for name in inspect.signature(self.function).parameters if name in everything}
 
@@ -137,19 +121,11 @@ UPDATES = {name: Update(family) for name, family in FAMILIES.items()}
 
 
 class UpdateInputs:
-    """The lists of parameters, masters and states that a functional update takes.
+    """The lists of parameters, masters and states that a functional update, such as `"sgd_"`, takes.
 
-    Args:
-        op: Name of the update, such as `"sgd_"`.
-        values: Tensors from which the parameters are made. Small random numbers are added to each tensor in fp32. The
-            sum, rounded to the dtype of the tensor, is the parameter. If this dtype has 16 bits, the sum itself is the
-            master.
-        options: Options of torch's optimizer that differ from its defaults.
-        device: Device of the tensors.
-        layout: A key of `LAYOUTS`.
-        masters: `"full"` for fp32 masters; `"split"` for masters that are stored as a remainder of the weight (an int16
-            tensor); `"both"` if the first of every three masters is split, and the other two are full.
-        noise: Standard deviation of the small random numbers.
+    Random numbers with the standard deviation `noise` are added to `values` in fp32. The sum, rounded to the dtype of
+    the value, is the parameter. If this dtype has 16 bits, the sum itself is the master. It is stored in fp32 if
+    `masters` is "full", and as a remainder of the weight (int16) if it is "split". With "both", every third is split.
     """
 
     def __init__(
@@ -167,8 +143,8 @@ class UpdateInputs:
         fp32 = [x.float() + noise * randn(*x.shape, seed=i) for i, x in enumerate(values)]
         self.params = place([x.to(v.dtype) for x, v in zip(fp32, values, strict=True)], device, layout)
         low = [(x, v.dtype) for x, v in zip(fp32, values, strict=True) if v.dtype != torch.float32]
-        # With "both", every third master is split. If fp16 and bf16 parameters alternate, each of these dtypes then has
-        # masters of both kinds. If every second master were split, all split masters would belong to the same dtype.
+        # Every third, so that fp16 and bf16 parameters that alternate have masters of both kinds. If every second one
+        # were split, all split masters would belong to the same dtype.
         is_split = itertools.cycle({"full": [False], "split": [True], "both": [True, False, False]}[masters])
         kept = [split(x, dtype)[1] if next(is_split) else x for x, dtype in low]
         self.masters = place(kept, device, layout)
@@ -224,16 +200,10 @@ def torch_step(optimizer: torch.optim.Optimizer, grads: Sequence[Tensor], scale:
 
 
 def _update(
-    op: str,
-    options: dict[str, Any],
-    make_params: Make,
-    make_grads: Sequence[Make],
-    layouts: tuple[str, str],
-    scale: float | None,
-    tensor_lr: bool,
-    masters: str,
-    device: torch.device,
-) -> Iterator[Result]:
+    op: str, options: dict[str, Any], make_params: Make, make_grads: Sequence[Make], device: torch.device, *,
+    masters: str = "full", layouts: tuple[str, str] = ("contiguous", "contiguous"), scale: float | None = None,
+    tensor_lr: bool = False,
+) -> Iterator[Result]:  # fmt: skip
     ours = UpdateInputs(op, make_params(), options, device, layouts[0], masters)
     theirs, truth = ours.torch_optimizer(torch.float32), ours.torch_optimizer(torch.float64)
     arguments: dict[str, Any] = {"lr": torch.tensor(0.1, device=device)} if tensor_lr else {}
@@ -287,87 +257,62 @@ def _small_weights(op: str, dtype: torch.dtype, masters: str, device: torch.devi
     ours = stepped(device)
     with use_backend("reference"):
         expected = stepped("cpu")
-    lists = {"params": (expected.params, ours.params), "masters": (expected.masters, ours.masters)}
-    for name, tensors in {**lists, **{f"{n}s": (expected.states[n], ours.states[n]) for n in ours.states}}.items():
-        yield unchanged(f"bits of {name}", *([x.cpu() for x in xs] for xs in tensors))
+    yield unchanged("bits of parameters, masters and states", expected.written(), ours.written())
 
 
 def _update_cases(op: str) -> Iterator[Case]:
     every = UPDATES[op.removesuffix("_")].examples
     most = every["maximize"]
-    same = ("contiguous", "contiguous")
     few = (9, 1025)
 
     def case(dtype: str, name: str, options: dict[str, Any], params: Make, grads: Sequence[Make], **rest: Any) -> Case:
-        arguments = {"layouts": same, "scale": None, "tensor_lr": False, "masters": "full", **rest}
-        return Case(op, dtype, name, partial(_update, op, options, params, grads, *arguments.values()))
+        return Case(op, dtype, name, partial(_update, op, options, params, grads, **rest))
 
-    for dtype_name, dtype in DTYPES.items():
+    # Kernels have separate code for weights with remainders, so most cases are repeated with "split" masters.
+    for masters, (dtype_name, dtype) in itertools.product(("full", "split"), DTYPES.items()):
+        if masters == "split" and dtype is torch.float32:
+            continue
+        prefix = "split_" if masters == "split" else ""
+        of_dtype = partial(case, dtype_name, masters=masters)
         params = partial(of_sizes, dtype, few)
         grads = [partial(of_sizes, dtype, few, 10 * k + 5) for k in range(3)]
         for name, options in every.items():
-            yield case(dtype_name, name, options, params, grads)
+            yield of_dtype(f"{prefix}{name}", options, params, grads)
         for grad_name, grad_dtype in DTYPES.items():
             if grad_name != dtype_name:
                 others = [partial(of_sizes, grad_dtype, few, 10 * k + 5) for k in range(2)]
-                for name, options in (("options", most), ("plain", every["plain"])):
-                    yield case(f"{dtype_name}/{grad_name}", name, options, params, others, scale=3.0)
-        yield case(dtype_name, "scaled", most, params, grads, scale=65536.0)
-        yield case(dtype_name, "scaled_by_3", most, params, grads, scale=3.0)
-        yield case(dtype_name, "tensor_lr", most, params, grads, tensor_lr=True)
-        yield case(dtype_name, "sizes", most, partial(of_sizes, dtype), [partial(of_sizes, dtype, seed=5)])
-        yield case(dtype_name, "many_tensors", most, partial(many, dtype), [partial(many, dtype)] * 2)
+                for name, options in (("split" if prefix else "options", most), (f"{prefix}plain", every["plain"])):
+                    yield case(f"{dtype_name}/{grad_name}", name, options, params, others, scale=3.0, masters=masters)
+        yield of_dtype(f"{prefix}sizes", most, partial(of_sizes, dtype), [partial(of_sizes, dtype, seed=5)])
         weights, *gradients = (partial(shaped, dtype, k) for k in range(3))
         for layout in LAYOUTS:
-            yield case(dtype_name, layout, most, weights, gradients, layouts=(layout, layout))
+            yield of_dtype(f"{prefix}{layout}", most, weights, gradients, layouts=(layout, layout))
+        three, with_nan = (partial(with_element, value, "middle", dtype) for value in (1.0, math.nan))
+        yield of_dtype(f"{prefix}grads_with_nan", most, three, [with_nan])
+        yield Case(op, dtype_name, f"{prefix}small_weights", partial(_small_weights, op, dtype, masters))
+        if masters == "split":
+            for kind in VALUES:
+                three_steps = [partial(of_sizes, dtype, (LENGTH,), k) for k in range(3)]
+                name, start = f"split_params_{kind}", partial(values, kind, dtype)
+                yield of_dtype(name, every["momentum"], start, three_steps)
+            yield Case(op, dtype_name, "split_skipped", partial(_skipped, op, most, params, 2.0, "split"))
+            continue
+        yield of_dtype("scaled", most, params, grads, scale=65536.0)
+        yield of_dtype("scaled_by_3", most, params, grads, scale=3.0)
+        yield of_dtype("tensor_lr", most, params, grads, tensor_lr=True)
+        yield of_dtype("many_tensors", most, partial(many, dtype), [partial(many, dtype)] * 2)
         for layout in ("channels_last", "every_other"):
             for name, layouts in (("grads", ("contiguous", layout)), ("params", (layout, "contiguous"))):
-                yield case(dtype_name, f"{name}_{layout}", most, weights, gradients, layouts=layouts)
+                yield of_dtype(f"{name}_{layout}", most, weights, gradients, layouts=layouts)
         one = partial(of_sizes, dtype, (LENGTH,))
         for kind in VALUES:
             # These cases use the example "momentum", because there the option `centered` of RMSprop is off. If
             # `centered` were on and a square overflowed, the variance would be NaN in some implementations and not in
             # others. That depends on whether they use an fma.
-            yield case(dtype_name, f"grads_{kind}", every["momentum"], one, [partial(values, kind, dtype)] * 2)
-        three = partial(with_element, 1.0, "middle", dtype)
-        for value in (math.nan, math.inf):
-            yield case(
-                dtype_name,
-                f"grads_with_{value}",
-                most,
-                three,
-                [partial(with_element, value, "middle", dtype)],
-            )
+            yield of_dtype(f"grads_{kind}", every["momentum"], one, [partial(values, kind, dtype)] * 2)
+        yield of_dtype("grads_with_inf", most, three, [partial(with_element, math.inf, "middle", dtype)])
         for found in (1.0, 2.0, math.nan):
             yield Case(op, dtype_name, f"skipped_by_{found}", partial(_skipped, op, most, params, found, "full"))
-        yield Case(op, dtype_name, "small_weights", partial(_small_weights, op, dtype, "full"))
-        if dtype is torch.float32:
-            continue
-        # Kernels have separate code for weights with remainders, so all layouts are tested again, and all VALUES: above
-        # as gradients, here as weights.
-        rest = {"masters": "split"}
-        for name, options in every.items():
-            yield case(dtype_name, f"split_{name}", options, params, grads, **rest)
-        for grad_name, grad_dtype in DTYPES.items():
-            if grad_name != dtype_name:
-                others = [partial(of_sizes, grad_dtype, few, 10 * k + 5) for k in range(2)]
-                for name, options in (("split", most), ("split_plain", every["plain"])):
-                    yield case(f"{dtype_name}/{grad_name}", name, options, params, others, scale=3.0, **rest)
-        yield case(
-            dtype_name, "split_sizes", most, partial(of_sizes, dtype), [partial(of_sizes, dtype, seed=5)], **rest
-        )
-        for layout in LAYOUTS:
-            yield case(dtype_name, f"split_{layout}", most, weights, gradients, layouts=(layout, layout), **rest)
-        for kind in VALUES:
-            three_steps = [partial(of_sizes, dtype, (LENGTH,), k) for k in range(3)]
-            yield case(
-                dtype_name, f"split_params_{kind}", every["momentum"], partial(values, kind, dtype), three_steps, **rest
-            )
-        yield case(
-            dtype_name, "split_grads_with_nan", most, three, [partial(with_element, math.nan, "middle", dtype)], **rest
-        )
-        yield Case(op, dtype_name, "split_skipped", partial(_skipped, op, most, params, 2.0, "split"))
-        yield Case(op, dtype_name, "split_small_weights", partial(_small_weights, op, dtype, "split"))
     scaled = [partial(mixed, seed, 1024.0) for seed in (5, 7)]
     for name, options in every.items():
         yield case("mixed", name, options, mixed, scaled, scale=1024.0, masters="both")

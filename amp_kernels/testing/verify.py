@@ -13,20 +13,19 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from .. import backends, testing
-from ..report import environment
+from ..report import CannotRun, environment
 from .common import Difference, lost_context, seeded
 
 DTYPES = sorted({case.dtype for cases in testing.CASES.values() for case in cases})
 HEADERS = ("operator", "backend", "dtype", "cases", "seconds", "max error", "allowed", "pass")
 _BACKENDS = (*backends.BACKENDS, "default")
-HELP = "Compares the operators on every backend with torch in fp64, or bit for bit with the reference."
 _WIDTHS = (max(map(len, testing.CASES)), len("reference on cuda"), max(map(len, DTYPES)), 5, 7, 9, 9, 4)
 # The counter is written 10 times per second to a terminal, and every 10 seconds to a file.
 _PER_SECOND, _SECONDS_IN_A_LOG = 10, 10
@@ -35,7 +34,8 @@ _PER_SECOND, _SECONDS_IN_A_LOG = 10, 10
 _NONE = testing.Result("", 0.0, 0.0)
 
 
-class Failure(NamedTuple):
+@dataclass(frozen=True)
+class Failure:
     """A case that failed: its first wrong comparison, or the exception that it raised, and the command to repeat it."""
 
     operator: str
@@ -93,11 +93,11 @@ class Row:
         return [self.operator, self.backend, self.dtype, str(self.cases), f"{self.seconds:.1f}", *shown, passed]
 
     def record(self) -> dict[str, Any]:
-        """Return the row for JSON. Errors that are NaN or inf become texts, because JSON has neither."""
+        """Return the row for JSON."""
         return {
             "operator": self.operator, "backend": self.backend, "dtype": self.dtype, "cases": self.cases,
-            "seconds": round(self.seconds, 3), "error": _number(self.worst.error),
-            "allowed": _number(self.worst.allowed), "passed": not self.failures,
+            "seconds": round(self.seconds, 3), "error": self.worst.error, "allowed": self.worst.allowed,
+            "passed": not self.failures,
         }  # fmt: skip
 
 
@@ -116,14 +116,9 @@ class Counter:
         self._done += 1
         if time.monotonic() < self._next and self._done < self._total:
             return
-        text = f"{self._done} of {self._total} cases: {where}"
-        print(
-            f"\r{text}\x1b[K" if self._in_place else text,
-            end="" if self._in_place else "\n",
-            file=sys.stderr,
-            flush=True,
-        )
-        self._next = time.monotonic() + (1 / _PER_SECOND if self._in_place else _SECONDS_IN_A_LOG)
+        start, end, pause = ("\r", "\x1b[K", 1 / _PER_SECOND) if self._in_place else ("", "\n", _SECONDS_IN_A_LOG)
+        print(f"{start}{self._done} of {self._total} cases: {where}", end=end, file=sys.stderr, flush=True)
+        self._next = time.monotonic() + pause
 
     def clear(self) -> None:
         """Erase the number on a terminal, so that another line can be printed there."""
@@ -133,26 +128,16 @@ class Counter:
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``verify`` to the command line."""
-    parser = commands.add_parser("verify", help=HELP)
+    what = "Compares the operators on every backend with torch in fp64, or bit for bit with the reference."
+    parser = commands.add_parser("verify", help=what)
     parser.add_argument(
         "--backend", choices=_BACKENDS, help="only this backend; 'default' forces none (default: all that run here)"
     )
     parser.add_argument("--device", choices=tuple(backends.PREFERENCE), help="only tensors on this device")
-    operators = tuple(testing.CASES)
-    parser.add_argument(
-        "--op",
-        action="append",
-        choices=operators,
-        metavar="OP",
-        help=f"only this operator: {', '.join(operators)} (repeatable)",
-    )
-    parser.add_argument(
-        "--dtype",
-        action="append",
-        choices=DTYPES,
-        metavar="DTYPE",
-        help=f"only this dtype, or dtypes of parameters/gradients: {', '.join(DTYPES)} (repeatable)",
-    )
+    choices = {"op": ("operator", [*testing.CASES]), "dtype": ("dtype, or dtypes of parameters/gradients", DTYPES)}
+    for name, (kind, known) in choices.items():
+        words = f"only this {kind}: {', '.join(known)} (repeatable)"
+        parser.add_argument(f"--{name}", action="append", choices=known, metavar=name.upper(), help=words)
     parser.add_argument("--case", action="append", metavar="NAME", help="only cases with this name (repeatable)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random inputs (default: 0, as in the tests)")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
@@ -169,15 +154,13 @@ def verify(
     seed: int = 0,
     as_json: bool = False,
 ) -> int:
-    """Run the requested cases, and print each row of the table when its cases are done.
+    """Run the requested cases, and print each row of the table when its cases are done. Return 1 if a case failed.
 
-    Returns:
-        The exit code: 0 if all cases passed, 1 if a case failed, or 2 if none of the requested cases can run here.
+    Raise CannotRun if none of the requested cases can run here.
     """
     places, reasons = _places(backend, device)
     if not places:
-        print(f"verify: {backend or 'what was asked for'} cannot run here: {'; '.join(reasons)}", file=sys.stderr)
-        return 2
+        raise CannotRun(f"{backend or 'what was asked for'} cannot run here: {'; '.join(reasons)}")
     several = len({on for _, on in places}) > 1
     plan = [  # (device, row, its cases)
         (on, Row(op, f"{where} on {on}" if several and where in ("reference", "triton") else where, dtype), cases)
@@ -190,8 +173,7 @@ def verify(
         for dtype, cases in _by_dtype(op, dtypes, names).items()
     ]
     if not plan:
-        print("verify: no case has that operator, dtype and name; run without --dtype and --case", file=sys.stderr)
-        return 2
+        raise CannotRun("no case has that operator, dtype and name; run without --dtype and --case")
     if not as_json:
         _print_cells(HEADERS)
         _print_cells(["-" * width for width in _WIDTHS])
@@ -282,16 +264,12 @@ def _print_cells(cells: Sequence[str]) -> None:
     print("  ".join(cell.ljust(width) for cell, width in zip(cells, _WIDTHS, strict=True)).rstrip(), flush=True)
 
 
-def _grouped(rows: Sequence[Row]) -> Iterator[list[Failure]]:
-    groups: dict[tuple[str, ...], list[Failure]] = {}
-    for failure in (failure for row in rows for failure in row.failures):
-        groups.setdefault(failure.kind, []).append(failure)
-    return iter(groups.values())
-
-
 def _print_failures(rows: Sequence[Row], stopped: str, _: int) -> int:
     """Print the first failure of each kind and the number of others like it, then how many cases ran and failed."""
-    for first, *others in _grouped(rows):
+    kinds: dict[tuple[str, ...], list[Failure]] = {}
+    for failure in (failure for row in rows for failure in row.failures):
+        kinds.setdefault(failure.kind, []).append(failure)
+    for first, *others in kinds.values():
         print(f"\n{first.sentence()}\n  run it alone: {first.command}")
         if others:
             print(f"  {len(others)} other cases fail in the same way (--json lists them)")
@@ -312,20 +290,9 @@ def _print_json(rows: Sequence[Row], stopped: str, seed: int) -> int:
     document = {
         "environment": environment(), "seed": seed, "cases": sum(row.cases for row in rows), "failed": len(failures),
         "lost_context": stopped or None, "rows": [row.record() for row in rows],
-        "failures": [_failure_record(failure) for failure in failures],
+        "failures": [asdict(failure) for failure in failures],
     }  # fmt: skip
+    # JSON has neither NaN nor inf. They become texts, such as "nan".
+    document = json.loads(json.dumps(document), parse_constant=lambda name: str(float(name)))
     print(json.dumps(document, indent=1, allow_nan=False))
     return 1 if failures else 0
-
-
-def _failure_record(failure: Failure) -> dict[str, Any]:
-    values = failure._asdict() | {"error": _number(failure.error), "allowed": _number(failure.allowed)}
-    if failure.at is not None:
-        at = asdict(failure.at)
-        values["at"] = {name: _number(value) if isinstance(value, float) else value for name, value in at.items()}
-    return values
-
-
-def _number(value: float) -> float | str:
-    """Return a finite number unchanged, and NaN or inf as a text, because JSON has neither."""
-    return value if math.isfinite(value) else str(value)

@@ -15,6 +15,8 @@ import torch
 from amp_kernels.benchmarks import FAMILIES
 
 from amp_kernels import bench
+from amp_kernels.__main__ import main as amp_kernels_command
+from amp_kernels.report import CannotRun
 
 PACKAGE = "amp_kernels.benchmarks"
 PEERS = {
@@ -623,20 +625,20 @@ def test_another_run_that_cannot_be_read_is_told_before_any_case_runs(content, s
         write(path, ("amp_kernels FusedSGD", "1.6", "1.0"))
         path.write_text(path.read_text().replace("1.6", f'"{content}"'))
     monkeypatch.setattr(bench, "_run", lambda *_: pytest.fail("ran"))
-    assert bench.bench(["sgd"], compare=tmp_path, out=tmp_path / "out") == 2
+    monkeypatch.setattr(sys, "argv", ["amp_kernels", "bench", "sgd", "--compare", f"{tmp_path}", "--out", "out"])
+    assert amp_kernels_command() == 2
     told = capsys.readouterr().err
     assert told.startswith("bench: --compare") and re.search(sentence, told) and told.count("\n") == 1
 
 
-def test_bench_refuses_in_a_sentence(tmp_path, capsys, monkeypatch):
-    assert bench.bench(["sgd", "nosuch"], out=tmp_path / "out") == 2
-    families = ", ".join(FAMILIES)
-    assert capsys.readouterr().err == f"bench: FAMILY must be one of {families}, got 'nosuch'\n"
-    assert bench.bench([], compare=tmp_path, out=tmp_path / "out") == 2
-    assert "bench: --compare must be a folder with the CSVs of another run, got" in capsys.readouterr().err
+def test_bench_refuses_in_a_sentence(tmp_path, monkeypatch):
+    with pytest.raises(CannotRun, match=f"^FAMILY must be one of {', '.join(FAMILIES)}, got 'nosuch'$"):
+        bench.bench(["sgd", "nosuch"], out=tmp_path / "out")
+    with pytest.raises(CannotRun, match=r"^--compare must be a folder with the CSVs of another run, got"):
+        bench.bench([], compare=tmp_path, out=tmp_path / "out")
     monkeypatch.setattr(bench, "find_spec", lambda name: None)
-    assert bench.bench([], out=tmp_path / "out") == 2
-    assert "install with `pip install --no-build-isolation -e .`" in capsys.readouterr().err
+    with pytest.raises(CannotRun, match=r"install with `pip install --no-build-isolation -e .`"):
+        bench.bench([], out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -26,7 +26,7 @@ from occupancy import resident_blocks
 from amp_kernels import testing
 from amp_kernels.ops.table import LEAST_LEAN
 from amp_kernels.optim import FusedAdam, FusedRMSprop, FusedSGD, ema_
-from amp_kernels.testing.updates import EXAMPLES
+from amp_kernels.testing.updates import UPDATES
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "gpu"))
 from gpu_check import SHAPES
@@ -97,9 +97,9 @@ LEAN_DTYPES = [
 def is_of_values(case: testing.Case) -> bool:
     """Whether it is a case of values, sizes or layouts of an update, whose kernel dtypes and options alone choose."""
     family = case.op.rstrip("_")
-    if family not in EXAMPLES:
+    if family not in UPDATES:
         return False
-    examples = EXAMPLES[family]
+    examples = UPDATES[family].examples
     return case.name not in {"options", "split", *examples, *(f"split_{name}" for name in examples)}
 
 

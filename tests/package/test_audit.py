@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import subprocess
 import sys
 from pathlib import Path
@@ -454,23 +453,15 @@ def test_a_file_named_as_a_module(models: Path, capsys: pytest.CaptureFixture[st
     ],
 )
 def test_what_cannot_be_loaded_gets_a_sentence(
-    models: Path, target: str, sentence: str, capsys: pytest.CaptureFixture[str]
+    models: Path, target: str, sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert audit.run(f"{models}/{target}") == 2
+    assert exit_code(monkeypatch, f"{models}/{target}") == 2
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.startswith("audit: ") and sentence in printed.err
     assert len(printed.err.splitlines()) == 1
 
 
-def test_the_table_without_tabulate(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = builtins.__import__
-
-    def without(name: str, *rest: Any) -> Any:
-        if name == "tabulate":
-            raise ImportError(name)
-        return original(name, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+def test_a_table() -> None:
     assert table(("a", "long header"), [("first cell", "b"), ("c", "")]) == (
         "a           long header\n----------  -----------\nfirst cell  b\nc"
     )
