@@ -467,7 +467,7 @@ class GradScaler(torch.amp.GradScaler):
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
         if not isinstance(optimizer, FusedOptimizer):
             return super()._check_inf_per_device(optimizer)
-        self._record(optimizer, optimizer._check(None, divide=False))
+        self._record(optimizer, optimizer._check(None))
         return self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
 
     def update(self, new_scale: float | Tensor | None = None) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.distributed.tensor import DTensor
 from torch.utils import _python_dispatch
 
 
@@ -16,6 +18,24 @@ def tensor_exchange_api() -> Any:
     If torch has none, the answer is None. The step then reads tensors in Python, which takes twelve times as long.
     """
     return getattr(Tensor, "__dlpack_c_exchange_api__", None)
+
+
+def dtensor_attribute() -> str | None:
+    """Return the name of the attribute that holds the local tensor of a DTensor, for C++ (optim/_sweep.py).
+
+    `DTensor.to_local()` returns the same tensor, but takes 14 us, a thousand times as long. If torch has no such
+    attribute, the answer is None. The step then reads DTensors in Python.
+    """
+    return "_local_tensor" if hasattr(DTensor, "_local_tensor") else None
+
+
+def dispatch_mode_count() -> Callable[[], int] | None:
+    """Return the function that counts the dispatch modes of this thread, for C++ (optim/_plan.py).
+
+    `use_backend` and the modes that make fake tensors are such modes. If torch has no function for it, the answer is
+    None. Every step is then taken in Python.
+    """
+    return getattr(torch._C, "_len_torch_dispatch_stack", None)
 
 
 def are_functorch_transforms_active() -> bool:

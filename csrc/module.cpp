@@ -1,5 +1,6 @@
 // The module amp_kernels._C. When it is imported, static initializers in csrc/ops register the operators with torch's
 // dispatcher. The functions of the module itself take Python objects.
+#include "ops/step.h"
 #include "ops/sweep.h"
 #ifdef USE_CUDA
 #include "ops/on_gpu.h"
@@ -25,13 +26,16 @@ PyObject* why_no_kernel(PyObject*, PyObject* gpu) {
 
 PyMODINIT_FUNC PyInit__C(void) {
   using namespace amp_kernels;
-  static PyMethodDef methods[] = {{"sweep", sweep, METH_VARARGS, nullptr},
-                                  {"apart", apart, METH_VARARGS, nullptr},
-                                  {"same", same, METH_VARARGS, nullptr},
+  static PyMethodDef methods[] = {
+      {"sweep", sweep, METH_VARARGS, nullptr},
+      {"apart", apart, METH_VARARGS, nullptr},
+      {"same", same, METH_VARARGS, nullptr},
+      {"make_step", make_step, METH_VARARGS, nullptr},
+      {"step", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(step)), METH_FASTCALL, nullptr},
 #ifdef USE_CUDA
-                                  {"why_no_kernel", why_no_kernel, METH_O, nullptr},
+      {"why_no_kernel", why_no_kernel, METH_O, nullptr},
 #endif
-                                  {}};
+      {}};
   static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
   return PyModule_Create(&module);
 }

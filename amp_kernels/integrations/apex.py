@@ -634,7 +634,7 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """
     if "found_inf" in vars(optimizer) and not _is_under_a_scaler(optimizer) and not _has_scaled(optimizer):
         assert isinstance(optimizer, FusedOptimizer)
-        optimizer.found_inf = optimizer._check(None, divide=False).found_inf
+        optimizer.found_inf = optimizer._check(None).found_inf
 
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -8,10 +8,12 @@ under `amp_kernels.GradScaler` or for clipping. The update (`Plan.update`) write
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -24,16 +26,30 @@ from .. import backends
 from ..functional.unscale import grad_norm, to_device, total_norm
 from ..ops.table import DTYPE_CODES, RECORD
 from ._checkpoints import WithCheckpoints
-from ._plan import Column, Hyper, Members, NativePlan, Plan, capturing
+from ._plan import Column, Hyper, Keys, Members, NativePlan, Plan, Warm, capturing
 from ._reference_plan import ReferencePlan
 from ._state import check_max_grad_norm, check_options, check_params, check_state_dtype, restored, storages
-from ._sweep import sweep
+from ._sweep import CHANGED, CLEAR, KEEP, PASS, READ, TAKEN, UPDATE, WRITE, sweep
 from ._tensors import check_parameter, dense, local
 from ._wrappers import caller, is_in_wrappers_of_torch, wrapped
 
 # ZeroRedundancyOptimizer, and the scaler that reads an attribute, can be found only on the call stack (`caller`).
 _ZERO, _SCALER = "torch.distributed.optim.zero_redundancy_optimizer", "torch.amp.grad_scaler"
+_READ_BY_CPP: tuple[Plan, ...] = ()  # in place of plans that Python has refreshed
+_FIXED = (float, int, str, torch.dtype, type(None))  # types of options whose values cannot change in place
 _NEAR = 40  # calls from the step of a scaler to that of an optimizer inside a holder, of which hooks make several each
+
+
+class _Noted(dict[str, Any]):
+    """A copy of a dict that notes which entries are read."""
+
+    def __init__(self, entries: dict[str, Any]) -> None:
+        super().__init__(entries)
+        self.read: dict[str, Any] = {}
+
+    def __getitem__(self, key: str) -> Any:
+        value = self.read[key] = super().__getitem__(key)
+        return value
 
 
 @dataclass(eq=False)
@@ -57,18 +73,21 @@ class Verdict(NamedTuple):
     """The result of a gradient pass under a scaler, for the step that follows.
 
     plans: The plans that the pass has refreshed. The step uses them without reading the tensors again, which saves
-        20 us. None if gradients may change before the step: in step hooks, or after `unscale_`.
+        20 us. `_READ_BY_CPP` if C++ has read the tensors. None if gradients may change before the step: in step hooks,
+        or after `unscale_`.
     """
 
     grad_scale: Tensor | None  # the update divides gradients by it; None if they are already unscaled
     found_inf: Tensor | None  # not 0 if a device or rank found NaN or inf; None if there was no gradient
-    plans: list[Plan] | None = None
+    plans: Sequence[Plan] | None = None
 
 
 class FusedOptimizer(WithCheckpoints):
     """Base class of the fused optimizers. The docstring of `FusedSGD` describes it for users."""
 
     _plans: list[Plan] | None = None
+    _warm: Warm | None = None  # the call of C++ that takes the next step; None if Python has to take it
+    _steps_in_python = 0  # since the last one in C++
     # The parameters, and the keys and values of `state`, for which the plans were made. Each step compares them with
     # the objects in `param_groups` and `state`.
     _plan_params: list[list[Tensor]]
@@ -79,7 +98,7 @@ class FusedOptimizer(WithCheckpoints):
     # `found_inf`. `_step_under` sets all three.
     grad_scale: Tensor | None
     found_inf: Tensor | None
-    _checked_plans: list[Plan] | None = None
+    _checked_plans: Sequence[Plan] | None = None
     # For `PrecisionReport` (precision.py): the report that samples this step, the report that samples some steps, and
     # how many other steps come before its next one.
     _observer: Any = None
@@ -127,13 +146,14 @@ class FusedOptimizer(WithCheckpoints):
     @property
     def max_grad_norm(self) -> float | None:
         """The norm that gradients are clipped to inside the step, or None. Setting it sets every group's option."""
-        norms = list(dict.fromkeys(group["max_grad_norm"] for group in self.param_groups))
-        if len(norms) > 1:
+        norms = [group["max_grad_norm"] for group in self.param_groups] or [self.defaults["max_grad_norm"]]
+        if norms.count(norms[0]) < len(norms):
             raise ValueError(
                 f"{type(self).__name__}: max_grad_norm must be the same in all parameter groups, since it bounds the "
-                f"norm over all of them, got {norms}; set it in all groups by optimizer.max_grad_norm = value"
+                f"norm over all of them, got {list(dict.fromkeys(norms))}; set it in all groups by "
+                "optimizer.max_grad_norm = value"
             )
-        return check_max_grad_norm(type(self).__name__, norms[0]) if norms else self.defaults["max_grad_norm"]
+        return check_max_grad_norm(type(self).__name__, norms[0])
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
@@ -184,8 +204,6 @@ class FusedOptimizer(WithCheckpoints):
 
     # ------------------------------------------------------------------------------------------------------- step
     @torch.compiler.disable
-    @torch.inference_mode(False)  # state made in inference mode could not be written outside of it
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step. If a scaler found NaN or inf, nothing changes. Does not wait for the device.
 
@@ -213,50 +231,149 @@ class FusedOptimizer(WithCheckpoints):
         """
         loss = None
         if closure is not None:
-            with torch.enable_grad():
+            with torch.inference_mode(False), torch.enable_grad():
                 loss = closure()
-        grad_scale, found_inf = _scalar(self, "grad_scale"), _scalar(self, "found_inf")
+        grad_scale = found_inf = None
+        if "found_inf" in self.__dict__:
+            grad_scale, found_inf = _scalar(self, "grad_scale"), _scalar(self, "found_inf")
         max_norm = self.max_grad_norm
         if max_norm is not None:
             self._refuse_partial_norm()
-        plans = self._checked_plans
-        if plans is None:
-            plans = self._prepare()
-            if max_norm is not None:
-                self._run_gradient_pass(plans, grad_scale, divide=True, write=False, clear=False)
-        self._note_step(found_inf, plans)
-        norm = self._norm if max_norm is not None else None
-        observer = self._observer
-        if observer is not None:
-            observer._observe(plans, grad_scale)
-        for plan in plans:
-            plan.update(
-                _on(grad_scale, plan.device), _on(found_inf, plan.device), _on(norm, plan.device), max_norm or 0.0
-            )
-        if observer is not None:
-            observer._end_step()
-        elif self._steps_to_sample > 0:
-            self._steps_to_sample -= 1
-            if self._steps_to_sample == 0 and self._sampler is not None:  # the next step is to be sampled
-                self._sampler._start()
+        if not self._step_in_one_call(grad_scale, found_inf, max_norm):
+            self._step_in_python(grad_scale, found_inf, max_norm)
         return loss
+
+    def _step_in_one_call(self, grad_scale: Tensor | None, found_inf: Tensor | None, max_norm: float | None) -> bool:
+        """Takes the step in one call of C++ (csrc/ops/step.h). If C++ cannot take it, returns False."""
+        work = UPDATE
+        if self._checked_plans is not _READ_BY_CPP:
+            work |= READ | (0 if max_norm is None else PASS)
+        plan = self._run_warm(work, grad_scale, found_inf, max_norm)
+        if plan is None:
+            return False
+        if work & PASS:
+            self._norm = plan.norm
+        self._note_step(found_inf, plan.members.params)
+        self._count_down()
+        return True
+
+    def _run_warm(
+        self, work: int, grad_scale: Tensor | None, found_inf: Tensor | None = None, max_norm: float | None = None
+    ) -> Plan | None:
+        """Has C++ do `work`. Returns None if it did nothing, because something is not as in the step before."""
+        warm = self._warm
+        if warm is None or self._observer is not None or capturing(warm.plan.device):
+            return None
+        if work & WRITE and warm.modes() == 0:  # in a mode that makes fake tensors nothing can be copied, or done
+            self._copy_verdict()
+        answer = warm.step(self, grad_scale, found_inf, max_norm, work)
+        if answer == CHANGED and self._read_options_again(warm):
+            answer = warm.step(self, grad_scale, found_inf, max_norm, work)
+        if answer != TAKEN:
+            return None
+        self._steps_in_python = 0
+        return warm.plan
+
+    def _read_options_again(self, warm: Warm) -> bool:
+        """Writes the hyper-parameters of options that have changed. Returns False if C++ cannot use them.
+
+        A schedule of momentum changes its option in every step.
+        """
+        self._warm = None  # after an error below, C++ would take the old options for those that were written
+        options = self._options()
+        if options is None or self._storages() != warm.plan.given_storages:
+            return False
+        warm.plan.set_hyper(self._hyper())
+        warm.options[:] = options
+        self._warm = warm
+        return True
+
+    def _options(self) -> list[Any] | None:
+        """For each group, name and value of the options that hyper-parameters and states depend on.
+
+        None if a value may change in place, as a tensor may. C++ would not notice that.
+        """
+        every = []
+        for group in self.param_groups:
+            options = _Noted(group)
+            self._family.hyper_of(options)
+            storages(self._family.name, self._state_names(options), options["state_dtype"])
+            values = [v for value in options.read.values() for v in (value if isinstance(value, tuple) else (value,))]
+            if not all(isinstance(value, _FIXED) for value in values):
+                return None
+            every.append(tuple(chain.from_iterable(options.read.items())))
+        return every
+
+    def _make_warm(self, plan: Plan) -> None:
+        """Makes the call of C++ for the next steps, after a step in Python that found nothing unusual."""
+        # If C++ has left several steps in a row to Python, it will probably leave the next one too. Making the
+        # call takes 10 us, so it is then made in every 16th step only.
+        self._steps_in_python += 1
+        if isinstance(plan, NativePlan) and (self._steps_in_python < 4 or self._steps_in_python % 16 == 0):
+            options = self._options()
+            if options is not None:
+                self._warm = plan.warm(self._plan_params, self._plan_state, options)
+
+    @torch.inference_mode(False)  # state made in inference mode could not be written outside of it
+    @torch.no_grad()
+    def _step_in_python(self, grad_scale: Tensor | None, found_inf: Tensor | None, max_norm: float | None) -> None:
+        with self._forgetting():
+            plans = self._checked_plans or ()
+            if not plans:
+                plans = self._prepare()
+                if max_norm is not None:
+                    self._run_gradient_pass(plans, grad_scale, write=False, clear=False)
+            self._note_step(found_inf, plans[0].written if plans else ())
+            norm = self._norm if max_norm is not None else None
+            observer = self._observer
+            if observer is not None:
+                observer._observe(plans, grad_scale)
+            for plan in plans:
+                plan.update(
+                    _on(grad_scale, plan.device), _on(found_inf, plan.device), _on(norm, plan.device), max_norm or 0.0
+                )
+            if observer is not None:
+                observer._end_step()
+            else:
+                self._count_down()
+        if plans and len(self._plans or ()) == 1:
+            self._make_warm(plans[0])
+
+    @contextlib.contextmanager
+    def _forgetting(self, keeps: bool = False) -> Iterator[None]:
+        """Lets the plans forget the tensors that the ``with`` block reads. `keeps`: only after an error."""
+        try:
+            yield
+        except BaseException:
+            keeps = False
+            raise
+        finally:
+            for plan in () if keeps else self._plans or ():
+                plan.forget()
+
+    def _count_down(self) -> None:
+        """Counts a step that is not sampled. If the next one is to be sampled, lets the report prepare for it."""
+        if self._steps_to_sample > 0:
+            self._steps_to_sample -= 1
+            if self._steps_to_sample == 0 and self._sampler is not None:
+                self._sampler._start()
 
     @torch.no_grad()
     def _skip(self, found_inf: Tensor) -> None:
         """Notes that a scaler skips this step on the host, without a call of `step`. `found_inf` is not 0."""
         self._note_step(found_inf)
         if self._observer is not None:
-            self._observer._observe(self._prepare(), None)
+            with self._forgetting():
+                self._observer._observe(self._prepare(), None)
             self._observer._end_step()
 
-    def _note_step(self, found_inf: Tensor | None, plans: Sequence[Plan] = ()) -> None:
-        """Notes the verdict on this step. If a scaler decided on the host, notes what the step takes."""
+    def _note_step(self, found_inf: Tensor | None, params: Sequence[Tensor] = ()) -> None:
+        """Notes the verdict on this step. If a scaler decided on the host, notes the first gradient of `params`."""
         self._steps += 1
         self._last_found_inf, self._last_taken = found_inf, None
-        scaler = caller(_SCALER, _NEAR) if found_inf is None and plans else None
+        scaler = caller(_SCALER, _NEAR) if found_inf is None and params else None
         if scaler is not None and scaler.f_locals["self"].is_enabled():
-            gradient = plans[0].written[0].grad
-            assert gradient is not None  # an update writes only parameters with a gradient
+            gradient = next(p.grad for p in params if p.grad is not None)
             self._last_taken = ref(gradient), _version_of(gradient), _weak(scaler.f_locals.get("optimizer"))
 
     def _verdict(self, holder: Any = None) -> Tensor | None:
@@ -315,32 +432,48 @@ class FusedOptimizer(WithCheckpoints):
                     "norm of its part; call torch's clip_grad_norm_, or FSDP's, before the step"
                 )
 
-    def _run_gradient_pass(
-        self, plans: Sequence[Plan], scale: Tensor | None, *, divide: bool, write: bool, clear: bool
-    ) -> None:
+    def _run_gradient_pass(self, plans: Sequence[Plan], scale: Tensor | None, *, write: bool, clear: bool) -> None:
         """Runs the gradient pass on every device; see `Plan.check`."""
         self._log.checks += clear
         for plan in plans:
-            if write and self._last_found_inf is plan.found_inf:
-                self._last_found_inf = plan.found_inf.clone()  # the verdict on the step before, until the next step
-            plan.check(_on(scale, plan.device), divide=divide, write=write, clear=clear)
+            plan.check(_on(scale, plan.device), write=write, clear=clear)
         norms = [plan.norm for plan in plans]
         self._norm = total_norm(norms) if len(norms) > 1 else next(iter(norms), None)
 
     # ------------------------------------------------------------------------------------------- what a scaler calls
     @torch.compiler.disable
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def _check(self, scale: Tensor | None, *, divide: bool = True, write: bool = False) -> Verdict:
-        """Runs the gradient pass for a scaler. `divide`, `write`: as in `Plan.check`."""
-        plans = self._prepare(writes=write)
-        self._run_gradient_pass(plans, scale, divide=divide, write=write, clear=True)
-        found_inf = self._agree_over_meshes([plan.found_inf for plan in plans])
+    def _check(self, scale: Tensor | None, *, write: bool = False) -> Verdict:
+        """Runs the gradient pass for a scaler. Gradients are divided by `scale`; `write`: as in `Plan.check`."""
         # Step hooks may change gradients after this pass. The step then reads the tensors again. As in torch, gradients
         # from hooks are not checked for NaN and inf, except if `max_grad_norm` is set: then the step runs a second
         # gradient pass. If this pass finds NaN or inf, it sets `Plan.found_inf`, and parameters on one device skip.
-        is_hooked = self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks
-        return Verdict(None if write else scale, found_inf, None if write or is_hooked else plans)
+        keeps = not (write or self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
+        plan = self._run_warm(READ | PASS | CLEAR | (WRITE if write else 0) | (KEEP if keeps else 0), scale)
+        if plan is not None:
+            plans = [plan]
+            self._log.checks += 1
+            self._norm = plan.norm
+        else:
+            plans = self._check_in_python(scale, write=write, keeps=keeps)
+        read = plans if plan is None else _READ_BY_CPP
+        found_inf = self._agree_over_meshes([plan.found_inf for plan in plans])
+        return Verdict(None if write else scale, found_inf, read if keeps else None)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _check_in_python(self, scale: Tensor | None, *, write: bool, keeps: bool) -> list[Plan]:
+        with self._forgetting(keeps):
+            plans = self._prepare(writes=write)
+            if write:
+                self._copy_verdict()
+            self._run_gradient_pass(plans, scale, write=write, clear=True)
+            return plans
+
+    def _copy_verdict(self) -> None:
+        """Copies the verdict on the step before, which is known until the next step, but which a pass overwrites."""
+        last = self._last_found_inf
+        if last is not None and any(plan.found_inf is last for plan in self._plans or ()):
+            self._last_found_inf = last.clone()
 
     def _agree_over_meshes(self, flags: list[Tensor]) -> Tensor | None:
         """Combines the flags of all devices, and of all ranks that hold shards of a parameter.
@@ -376,26 +509,33 @@ class FusedOptimizer(WithCheckpoints):
                 f"{type(self).__name__}.step: must not run in a mode that makes fake tensors, since these have no "
                 "memory; use torch.optim there"
             )
+        self._warm = None
         self._follow()
         if not self._refresh(writes):  # a parameter has moved to another device
             self._make_plans()
             if not self._refresh(writes):
                 raise RuntimeError(f"{type(self).__name__}.step: parameters changed while the step was prepared")
         assert self._plans is not None
-        hyper = [Hyper(self._family.hyper_of(group), group["lr"]) for group in self.param_groups]
+        hyper = self._hyper()
         plans = [plan for plan in self._plans if of_all or plan.written]
         for plan in plans:
             plan.set_hyper(hyper)
         return plans
+
+    def _hyper(self) -> list[Hyper]:
+        return [Hyper(self._family.hyper_of(group), group["lr"]) for group in self.param_groups]
 
     def _refresh(self, writes: bool) -> bool:
         names = tuple(self._state_names(group) for group in self.param_groups)
         if names != self._plan_keys:
             self._drop_unset_states()
             self._plan_keys = names
-        dtypes = (group["state_dtype"] for group in self.param_groups)
-        keys = tuple(storages(self._family.name, own, dtype) for own, dtype in zip(names, dtypes, strict=True))
+        keys = self._storages()
         return all(plan.refresh(keys, self._column, writes=writes) for plan in self._plans or ())
+
+    def _storages(self) -> Keys:
+        groups = self.param_groups
+        return tuple(storages(self._family.name, self._state_names(g), g["state_dtype"]) for g in groups)
 
     def _follow(self) -> None:
         """Makes new plans if parameters or backends changed. If only `state` changed, the plans get its new entries."""
@@ -498,13 +638,14 @@ class FusedOptimizer(WithCheckpoints):
             if param.requires_grad:
                 self._refuse_capture(param.device)
                 self._fit_state(name, param, self.param_groups[index])
-        for plan in self._prepare(of_all=True):
-            plan.load()
+        with self._forgetting():
+            for plan in self._prepare(of_all=True):
+                plan.load()
 
     def _drop_plans(self) -> None:
         # A plan that a CUDA graph uses is kept. Otherwise a later replay of the graph would write into freed memory.
         self._captured += tuple(plan for plan in self._plans or () if plan.is_captured)
-        self._plans = None
+        self._plans = self._warm = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._drop_plans()

@@ -20,6 +20,7 @@ A plan keeps scratch memory and layouts from one step to the next. It reads the 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from array import array
 from collections.abc import Callable, Iterable, Sequence
@@ -29,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from .. import torch_private
 from ..ops.table import (
     DTYPE_CODES,
     FIXED_ROWS,
@@ -36,14 +38,13 @@ from ..ops.table import (
     STATES,
     Row,
     cut,
-    int64_tensor,
     resend,
     same_layout,
     send,
     shares_memory,
 )
 from ._state import Storage
-from ._sweep import ABSENT, UNREAD, sweep
+from ._sweep import ABSENT, UNREAD, dlpack_device, sweep
 from ._tensors import Spans, check_written, has_memory, local, read_gradient
 
 if TYPE_CHECKING:
@@ -166,14 +167,12 @@ class Plan:
     def set_hyper(self, hyper: Sequence[Hyper]) -> None:
         raise NotImplementedError
 
-    def check(self, scale: Tensor | None, *, divide: bool, write: bool, clear: bool) -> None:
+    def check(self, scale: Tensor | None, *, write: bool, clear: bool) -> None:
         """Runs the gradient pass, which sets `norm`, `found_inf` and `record`.
 
         Args:
-            scale: The factor by which the gradients are multiplied, or their divisor if `divide` is True. None stands
-                for 1. `norm` is the norm of the scaled gradients.
-            divide: Whether to divide by `scale`.
-            write: Whether to write the scaled gradients.
+            scale: The divisor of the gradients. None stands for 1. `norm` is the norm of the divided gradients.
+            write: Whether to write the divided gradients.
             clear: If True, `found_inf` starts at 0, and `record` counts the pass. If False, `found_inf` starts from the
                 result of an earlier pass over the same gradients, and `record` does not change.
         """
@@ -188,6 +187,9 @@ class Plan:
     ) -> None:
         """Updates the parameters if `found_inf` is 0 or None. Gradients are divided by `grad_scale` and clipped."""
         raise NotImplementedError
+
+    def forget(self) -> None:
+        """Drops the tensors of this step, since a plan does not keep gradients alive."""
 
     @property
     def is_captured(self) -> bool:
@@ -233,6 +235,21 @@ class Layout(NamedTuple):
     block: Block  # on the device; the key is already in it
     streams: set[int]  # the CUDA streams for which `record_stream` was called on this memory
 
+    def for_cpp(self) -> tuple[Any, ...]:
+        """Returns addresses and numbers, in the order in which csrc/ops/step.cpp reads them."""
+        tensors = self.key, self.block.words, self.entries, self.partials
+        return *(t.data_ptr() for t in tensors), self.chunk_size, [(form, len(own)) for form, own in self.buckets]
+
+
+class Warm(NamedTuple):
+    """A call of C++ that takes steps (csrc/ops/step.h)."""
+
+    plan: NativePlan
+    options: list[Any]
+    modes: Callable[[], int]  # torch_private.dispatch_mode_count
+    step: Callable[..., int]  # (optimizer, grad_scale, found_inf, max_norm, work) -> answer
+    arguments: tuple[Any, ...]  # which `step` borrows
+
 
 class NativePlan(Plan):
     """A plan that launches native kernels: one for `check`, and one per form for `update`.
@@ -252,12 +269,14 @@ class NativePlan(Plan):
         self._family = family.name
         self._required = len(family.states) - family.optional  # the number of states that every parameter has
         self._count = len(members.params)
-        self._given_storages: Keys | None = None  # the last keys, and what `_fitted` returned for them
+        self.given_storages: Keys | None = None  # the last keys, and what `_fitted` returned for them
         self._storages: Keys = ()
+        self._unread = 0  # how many columns Python read in the last step
         self._shape: tuple[int, int] | None = None  # the number of rows of the table, and the number of groups
         self._layouts: list[Layout] = []  # the most recently used first
         self._block: Block | None = None  # the block that the kernels of this step read; None until it is sent
         self._columns: dict[int, Column] = {}  # columns that Python read; the C++ sweep (_sweep.py) keeps no tensors
+        self._held: list[object] = []  # what the table points to, since another thread may replace it during the step
         self._relaid: list[tuple[Tensor, Tensor]] = []  # (gradient, its copy in the strides of the parameter)
         self._rate_tensors: dict[int, Tensor] = {}  # for each group, the learning rate if kernels read it from a tensor
         self._kept: list[object] = []  # objects whose memory captured graphs use
@@ -265,9 +284,9 @@ class NativePlan(Plan):
     # ---------------------------------------------------------------------------------------------- reading the tensors
     def refresh(self, keys: Keys, read: Read, *, writes: bool) -> bool:
         self._block = None
-        self._columns, self._relaid = {}, []
-        if keys != self._given_storages:
-            self._given_storages, self._storages = keys, _fitted(keys, self._required)
+        self.forget()
+        if keys != self.given_storages:
+            self.given_storages, self._storages = keys, _fitted(keys, self._required)
         self._fit_block(len(self._storages[0][0].keys) if keys else 0, len(keys))
         members = self.members
         unread, gradients = sweep().columns(
@@ -280,7 +299,9 @@ class NativePlan(Plan):
             self._forms,
             self._checked_table,
             writes,
+            self._held,
         )
+        self._unread = unread
         if unread and not self._read_columns(read):
             return False
         self._check_memory(read)
@@ -308,8 +329,8 @@ class NativePlan(Plan):
         # memory ranges that a step writes.
         self._checked_table = torch.full(((rows + 1) * self._count + 1,), -1, dtype=torch.int64, device="cpu")
         self._spans = _host(2 * self._count * (rows - Row.PARAM))
-        self._hyper_key: list[Any] = []
-        self._rates: list[int] = []
+        # The fp32 hyper-parameters, written by way of a view of the array: a tensor would take 10 us for each group.
+        self._hyper = memoryview(self._words).cast("B").cast("f")[-2 * groups * HYPER_WORDS :]
         self._layouts = []
 
     def _row(self, row: int) -> Sequence[int]:
@@ -336,6 +357,7 @@ class NativePlan(Plan):
             self._columns[t] = column
             grad = None if param.grad is None else self._laid_out(read_gradient(param, name, column.param), column)
             self._put(t, column, grad)
+            self._held.append(param.grad)
         return True
 
     def _write(self, t: int, form: int, rows: Sequence[int]) -> None:
@@ -474,17 +496,15 @@ class NativePlan(Plan):
     # ------------------------------------------------------------------------------------------------ hyper-parameters
     def set_hyper(self, hyper: Sequence[Hyper]) -> None:
         self._rate_tensors = {g: h.lr for g, h in enumerate(hyper) if isinstance(h.lr, Tensor) and self._is_live(h.lr)}
-        key = [(h.values, 0.0 if g in self._rate_tensors else float(h.lr)) for g, h in enumerate(hyper)]
-        if key == self._hyper_key:
-            return
-        self._hyper_key = key
-        for row, (values, lr) in zip(self._host.hyper, key, strict=True):
-            row[: len(values)] = torch.tensor(values, dtype=torch.float32, device="cpu")
-            row[LR_COLUMN] = lr
+        for g, (values, lr) in enumerate(hyper):
+            row = g * HYPER_COLUMNS
+            for k, value in enumerate(values):
+                self._hyper[row + k] = value
+            self._hyper[row + LR_COLUMN] = 0.0 if g in self._rate_tensors else float(lr)
 
     def _is_live(self, lr: Tensor) -> bool:
         """Whether kernels can read a tensor learning rate in place. If not, each step reads `lr` on the host."""
-        return lr.device == self.device and lr.dtype is torch.float32
+        return lr.device == self.device and lr.dtype is torch.float32 and not lr.is_neg()
 
     # --------------------------------------------------------------------------------------------------- launches
     def _ready(self) -> tuple[Layout, Block]:
@@ -527,18 +547,17 @@ class NativePlan(Plan):
         first, pitch = block.hyper.data_ptr() + 4 * LR_COLUMN, 4 * HYPER_COLUMNS
         tensors = self._rate_tensors
         rates = [tensors[g].data_ptr() if g in tensors else first + pitch * g for g in range(len(block.rates))]
-        if rates != self._rates:
-            self._rates = rates
-            self._host.rates.copy_(int64_tensor(rates))
+        begin = (1 + len(self._table)) * self._count
+        self._words[begin : begin + len(rates)] = array("q", rates)
 
-    def check(self, scale: Tensor | None, *, divide: bool, write: bool, clear: bool) -> None:
+    def check(self, scale: Tensor | None, *, write: bool, clear: bool) -> None:
         layout, block = self._ready()
         self._ops._unscale_table_(
             block.table,
             layout.entries,
             layout.chunk_size,
             scale,
-            divide,
+            True,  # divide
             write,
             clear,
             layout.partials,
@@ -580,7 +599,39 @@ class NativePlan(Plan):
         torch.autograd.graph.increment_version(self.written)
         for column in mirrored:
             column.memory.copy_(column.param)
-        self._columns, self._relaid = {}, []  # a plan does not keep gradients alive
+        self.forget()
+
+    def warm(self, params: list[list[Tensor]], state: tuple[list[Any], list[Any]], options: list[Any]) -> Warm | None:
+        """Returns what C++ needs to take the next step, or None if it could not take the last one.
+
+        Args:
+            params: The parameters of each group.
+            state: The keys and values of ``optimizer.state``.
+            options: For each group, the options on which the hyper-parameters and states depend: name, value, name, ...
+                In each step C++ tests whether the values are the same objects. It writes the learning rates itself.
+        """
+        compiled, torchs = sweep().compiled, sweep().torchs
+        modes = torch_private.dispatch_mode_count()
+        is_gpu = self.device.type == "cuda"
+        if compiled is None or modes is None or modes() > 0 or self.backend not in ("cpu", "cuda") or self._unread:
+            return None
+        if capturing(self.device):
+            return None
+        stream = torch.cuda.current_stream(self.device).cuda_stream if is_gpu else 0
+        layouts = [layout for layout in self._layouts if not is_gpu or stream in layout.streams]
+        arguments = (
+            torchs, self.members.params, self.members.states, self.members.groups, self._storages, params, *state,
+            options, modes, torch.autograd.graph.increment_version, dlpack_device(self.device), stream,
+            len(self._table), self._host.words.data_ptr(), self._checked_table.data_ptr(), self._spans.data_ptr(),
+            self.record.data_ptr(), self.found_inf.data_ptr(), self.norm.data_ptr(), self._family,
+            [layout.for_cpp() for layout in layouts],
+            (self._words, self._checked_table, self._spans, self.record, self.found_inf, self.norm, layouts),
+        )  # fmt: skip
+        capsule = compiled.make_step(*arguments)
+        return Warm(self, options, modes, functools.partial(compiled.step, capsule), arguments)
+
+    def forget(self) -> None:
+        self._columns, self._relaid, self._held = {}, [], []
 
     @property
     def is_captured(self) -> bool:

@@ -54,8 +54,8 @@ class ReferencePlan(Plan):
     def set_hyper(self, hyper: Sequence[Hyper]) -> None:
         self._hyper = [h._replace(lr=h.lr.view(())) if isinstance(h.lr, Tensor) else h for h in hyper]
 
-    def check(self, scale: Tensor | None, *, divide: bool, write: bool, clear: bool) -> None:
-        factor = scale.reciprocal() if scale is not None and divide else scale
+    def check(self, scale: Tensor | None, *, write: bool, clear: bool) -> None:
+        factor = None if scale is None else scale.reciprocal()
         flags = [torch.zeros_like(self.found_inf) for _ in self.members.params]
         for t, (_, grad) in self._found.items():
             reference.grad_norm([grad], found_inf=flags[t])
@@ -93,7 +93,10 @@ class ReferencePlan(Plan):
             )  # fmt: skip
             self._store(t, column, states, found_inf)
             column.step.add_(applied)
-        self._found = {}  # a plan does not keep gradients alive
+        self.forget()
+
+    def forget(self) -> None:
+        self._found = {}
 
     def _fp32(self, column: Column, k: int) -> Tensor | None:
         """Returns a state in fp32: the state itself, or a copy if it is bf16 or in codes."""

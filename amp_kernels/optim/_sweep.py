@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from .. import _loader, torch_private
@@ -23,11 +24,17 @@ from .. import _loader, torch_private
 ABSENT, UNREAD = -1, -2
 
 
+# What a warm step does (`Work` in csrc/ops/step.h), and its answers (`Answer`).
+READ, PASS, CLEAR, UPDATE, WRITE, KEEP = 1, 2, 4, 8, 16, 32
+TAKEN, CHANGED = 0, 1
+
+
 class Sweep(NamedTuple):
     """The functions of the sweep: those of `amp_kernels._C`, or those in Python if that module cannot be used.
 
     Attributes:
-        columns: ``(params, states, groups, keys, device, table, forms, checked, writes) -> (unread, gradients)``.
+        columns: ``(params, states, groups, keys, device, table, forms, checked, writes, held=None) -> (unread,
+            gradients)``.
             Writes the column of each parameter into `table`, int64 [rows, parameters] on the host (`ops.table.Row`),
             and its form into `forms`, int64 [parameters]. Returns the number of columns that Python still has to read,
             and the number of columns with a gradient. `states` are the entries of ``optimizer.state``. `groups` are the
@@ -35,7 +42,8 @@ class Sweep(NamedTuple):
             `checked` is the memory in which `apart` keeps the last table. A parameter and its states are tested for
             being negated views only if one of their addresses differs from the one there. A lazy clone shares the
             memory of a tensor until one of the two is written. If a parameter has a lazy clone, the parameter gets
-            memory of its own, since the step will write it. If `writes` is True, so does a gradient.
+            memory of its own, since the step will write it. If `writes` is True, so does a gradient. An object that
+            holds the gradients and states is appended to the list `held`.
         apart: ``(table, forms, checked, spans) -> int``. Returns the column of a gradient that overlaps a tensor that
             the step writes. Returns -2 if the memory ranges of two written tensors overlap. The plan then has to test
             the tensors exactly. Returns -1 if nothing overlaps. `checked` keeps the table and the forms of the last
@@ -44,33 +52,39 @@ class Sweep(NamedTuple):
         same: ``(lists, copies, state, keys, values) -> bool``. Returns True if two conditions hold. Each list holds the
             same objects as its copy, in the same order. The dict `state` holds the objects in `keys` as its keys and
             the objects in `values` as its values, in the same order.
+        compiled: The module `amp_kernels._C`, whose `make_step` and `step` take warm steps. None if it cannot be used.
+        torchs: The functions and types of torch with which C++ reads tensors.
     """
 
     columns: Callable[..., tuple[int, int]]
     apart: Callable[..., int]
     same: Callable[..., bool]
+    compiled: Any = None
+    torchs: tuple[Any, ...] = ()
 
 
 @functools.cache
 def sweep() -> Sweep:
-    api = torch_private.tensor_exchange_api()
+    api, attribute = torch_private.tensor_exchange_api(), torch_private.dtensor_attribute()
     if api is None or not _loader.load():
         return _IN_PYTHON
-    of_torch = (api, Tensor, Parameter, Tensor.is_neg, Tensor.data_ptr)
+    dtensor = None if attribute is None else DTensor
+    torchs = (api, Tensor, Parameter, Tensor.is_neg, Tensor.is_inference, Tensor.data_ptr, dtensor, attribute)
     compiled = importlib.import_module("amp_kernels._C")
     try:
-        compiled.sweep([], [], [], (), (1, 0), 0, 0, 0, False, of_torch)
+        compiled.sweep([], [], [], (), (1, 0), 0, 0, 0, False, torchs)
         compiled.same([], [], {}, [], [])
+        _ = compiled.make_step, compiled.step
     except (AttributeError, TypeError, ValueError, NotImplementedError):  # `_C` or `api` is of another version
         return _IN_PYTHON
 
     def columns(
         params: list[Tensor], states: list[Any], groups: list[int], keys: Any, device: torch.device, table: Tensor,
-        forms: Tensor, checked: Tensor, writes: bool,
+        forms: Tensor, checked: Tensor, writes: bool, held: list[Any] | None = None,
     ) -> tuple[int, int]:  # fmt: skip
-        where = (1, 0) if device.type == "cpu" else (2, device.index)  # as DLPack numbers devices
         pointers = table.data_ptr(), forms.data_ptr(), checked.data_ptr()
-        found: tuple[int, int] = compiled.sweep(params, states, groups, keys, where, *pointers, writes, of_torch)
+        on = dlpack_device(device)
+        found: tuple[int, int] = compiled.sweep(params, states, groups, keys, on, *pointers, writes, torchs, held)
         return found
 
     def apart(table: Tensor, forms: Tensor, checked: Tensor, spans: Tensor) -> int:
@@ -80,12 +94,17 @@ def sweep() -> Sweep:
         )
         return answer
 
-    return Sweep(columns, apart, compiled.same)
+    return Sweep(columns, apart, compiled.same, compiled, torchs)
+
+
+def dlpack_device(device: torch.device) -> tuple[int, int]:
+    """Returns the device as DLPack numbers it."""
+    return (1, 0) if device.type == "cpu" else (2, device.index)
 
 
 def _columns(
     params: list[Tensor], states: list[Any], groups: list[int], keys: Any, device: torch.device, table: Tensor,
-    forms: Tensor, checked: Tensor, writes: bool,
+    forms: Tensor, checked: Tensor, writes: bool, held: list[Any] | None = None,
 ) -> tuple[int, int]:  # fmt: skip
     """Marks every column as UNREAD. The plan then reads it in Python."""
     table.zero_()

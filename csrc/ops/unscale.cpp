@@ -3,6 +3,7 @@
 // amp_kernels/ops/unscale.py.
 #include "device.h"
 #include "lists.h"
+#include "step.h"
 
 namespace amp_kernels {
 namespace {
@@ -79,6 +80,8 @@ void register_kernels(Library& m) {
 }
 
 }  // namespace
+
+void run_on_cpu(const GradientPass& pass) { cpu::run_pass(pass); }
 
 STABLE_TORCH_LIBRARY_IMPL(amp_kernels, CPU, m) { register_kernels<Cpu>(m); }
 #ifdef USE_CUDA

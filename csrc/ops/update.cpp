@@ -7,6 +7,7 @@
 
 #include "device.h"
 #include "lists.h"
+#include "step.h"
 
 namespace amp_kernels {
 namespace {
@@ -201,6 +202,10 @@ void register_kernels(Library& m) {
 }
 
 }  // namespace
+
+void run_on_cpu(std::string_view family, const Update& update) {
+  Families::with(family, [&](auto formula) { cpu::run_update<typename decltype(formula)::type>(update); });
+}
 
 STABLE_TORCH_LIBRARY_IMPL(amp_kernels, CPU, m) { register_kernels<Cpu>(m); }
 #ifdef USE_CUDA

@@ -676,13 +676,48 @@ def test_launches_of_a_step(fake_gpus: Any) -> None:
     optimizer = amp_kernels.optim.FusedSGD(parameters("cuda"), lr=0.1, momentum=0.9, max_grad_norm=1.0)
     optimizer.step()
     for _ in range(2):
-        assert launches_of(optimizer, fake_gpus) == {
+        assert launches_of(optimizer.step, fake_gpus) == {
             "unscale_kernel": 1,
             "update_kernel": len(DTYPES),
             "send_kernel": 1,
         }
         for p in optimizer.param_groups[0]["params"]:
             p.grad = p.grad.clone()
+
+
+def test_launches_of_a_warm_step(fake_gpus: Any) -> None:
+    """One call of C++ launches them all, in a step and in both calls of a scaler. It calls no operator of torch."""
+    optimizer = amp_kernels.optim.FusedAdam(parameters("cuda"), lr=0.1)
+    for _ in range(3):
+        optimizer.step()
+    assert optimizer._warm is not None
+    scale = torch.ones((), device="cuda")
+    verdicts = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(optimizer, "_prepare", None)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            assert launches_of(optimizer.step, fake_gpus) == {"update_kernel": len(DTYPES), "send_kernel": 1}
+            check = lambda: verdicts.append(optimizer._check(scale))  # noqa: E731
+            assert launches_of(check, fake_gpus) == {"unscale_kernel": 1, "send_kernel": 1}
+            update = lambda: optimizer._step_under(verdicts[0])  # noqa: E731
+            assert launches_of(update, fake_gpus) == {"update_kernel": len(DTYPES)}
+    assert not [event.name for event in profile.events() if "::" in event.name]
+
+
+def test_a_warm_step_on_another_stream_or_in_a_capture_is_taken_in_python(fake_gpus: Any) -> None:
+    optimizer = amp_kernels.optim.FusedAdam(parameters("cuda"), lr=0.1)
+    for _ in range(3):
+        optimizer.step()
+    first = optimizer._warm
+    with torch.cuda.stream(torch.cuda.Stream()):
+        optimizer.step()
+        assert optimizer._warm is not first and optimizer._warm.arguments[12] == torch.cuda.current_stream().cuda_stream
+        optimizer.step()
+    for _ in range(2):
+        optimizer.step()
+    with fake_gpus.capture():
+        optimizer.step()
+    assert optimizer._plans[0].is_captured and optimizer._warm is None
 
 
 def test_sends_of_a_thousand_tensors(fake_gpus: Any) -> None:
@@ -692,15 +727,15 @@ def test_sends_of_a_thousand_tensors(fake_gpus: Any) -> None:
         p.grad = torch.ones_like(p)
     optimizer = amp_kernels.optim.FusedAdam(params, lr=0.5, amsgrad=True)
     optimizer.step()
-    assert launches_of(optimizer, fake_gpus) == {"update_kernel": 1, "send_kernel": 2}
+    assert launches_of(optimizer.step, fake_gpus) == {"update_kernel": 1, "send_kernel": 2}
     plan = optimizer._plans[0]
     assert math.ceil((len(plan._host.words) - len(plan._key)) / 500) == 15
 
 
-def launches_of(optimizer: Any, fake_gpus: Any) -> dict[str, int]:
-    """Those of a step, by the first word of a kernel's name."""
+def launches_of(call: Callable[[], Any], fake_gpus: Any) -> dict[str, int]:
+    """Those of a call, by the first word of a kernel's name."""
     fake_gpus.reset()
-    optimizer.step()
+    call()
     found: Counter[str] = Counter()
     for name, count in fake_gpus.launches(0).items():
         found[name.split("<")[0]] += count
