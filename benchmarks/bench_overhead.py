@@ -10,6 +10,7 @@ threads torch may run (default 1: with more, a small call waits for the others t
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -18,9 +19,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import amp_kernels
-from amp_kernels.optim import FusedSGD
+from amp_kernels.optim import FusedAdamW, FusedRMSprop, FusedSGD
 
 from .common import Case, Contender, Job, Layout, Report, parse_arguments, run_case
 
@@ -95,18 +98,62 @@ def sgd(count: int, device: torch.device) -> Built:
     )
 
 
-def step(count: int, device: torch.device) -> Built:
+# By family: ours, torch's fastest, and their options.
+FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "SGD": (FusedSGD, partial(torch.optim.SGD, fused=True), {"momentum": 0.9}),
+    "RMSprop": (FusedRMSprop, partial(torch.optim.RMSprop, foreach=True), {}),
+    "AdamW": (FusedAdamW, partial(torch.optim.AdamW, fused=True), {}),
+}
+
+
+def step(family: str, kind: str, count: int, device: torch.device) -> Built:
+    """`kind`: "fp32"; "bf16" weights of ours, beside torch on fp32 weights; under a "scaler"; or "DTensors"."""
+    ours, torchs, options = FAMILIES[family]
     grads, start = tensors(count, 64, device), tensors(count, 64, device)
-    expected = [p - LR * g for p, g in zip(start, grads, strict=True)]
+    if kind == "DTensors":
+        mesh = one_rank(device)
+        shard: Callable[[Tensor], Tensor] = lambda x: distribute_tensor(x, mesh, [Shard(0)])  # noqa: E731
+        grads, start = list(map(shard, grads)), list(map(shard, start))
 
-    def build(make: Callable[..., torch.optim.Optimizer]) -> Job:
-        params = [torch.nn.Parameter(p.clone()) for p in start]
+    def build(make: Callable[..., torch.optim.Optimizer], scaler: Any, dtype: torch.dtype) -> Job:
+        params = [torch.nn.Parameter(p.to(dtype, copy=True)) for p in start]
         for p, g in zip(params, grads, strict=True):
-            p.grad = g
-        return job(make(params, lr=LR, momentum=0.9).step, lambda _: params, expected)
+            p.grad = g.to(dtype)
+        optimizer = make(params, lr=LR, **options)
+        if kind != "scaler":
+            return job(optimizer.step, lambda _: [whole(p) for p in params], expected, tolerance)
+        own = scaler(device.type, init_scale=1.0)
+        own.scale(torch.ones((), device=device))
 
-    yield "amp_kernels FusedSGD.step", partial(build, FusedSGD)
-    yield "torch SGD(fused=True).step", partial(build, partial(torch.optim.SGD, fused=True))
+        def run() -> None:
+            own.step(optimizer)
+            own.update()
+
+        return job(run, lambda _: params, expected, tolerance)
+
+    is_low = kind == "bf16"
+    tolerance = 1e-2 if is_low else 1e-6
+    after = [torch.nn.Parameter(whole(p).clone()) for p in start]
+    for p, g in zip(after, grads, strict=True):
+        p.grad = whole(g)
+    torchs(after, lr=LR, **options).step()
+    expected = [p.detach() for p in after]
+    own_dtype = torch.bfloat16 if is_low else torch.float32
+    yield f"amp_kernels {ours.__name__}.step", partial(build, ours, amp_kernels.GradScaler, own_dtype)
+    how = "foreach" if family == "RMSprop" else "fused"
+    yield f"torch {family}({how}=True).step", partial(build, torchs, torch.amp.GradScaler, torch.float32)
+
+
+def whole(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+@functools.cache
+def one_rank(device: torch.device) -> DeviceMesh:
+    """Returns a mesh of this process alone."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    return init_device_mesh(device.type, (1,))
 
 
 def int8_matmul(size: int, device: torch.device) -> Built:
@@ -136,11 +183,26 @@ def linear(dtype: torch.dtype, size: int, device: torch.device) -> Built:
         yield name, partial(job, partial(function, x, weight, bias), lambda y: [y], expected, 0.1)
 
 
+SIZES = (1, 4, 10, 50, 150, 1000)
+STEPS: dict[str, dict[str, tuple[int, ...]]] = {
+    "SGD": {"fp32": SIZES},
+    "RMSprop": {"fp32": SIZES},
+    "AdamW": {"fp32": SIZES, "scaler": SIZES, "bf16": SIZES, "DTensors": (4, 160, 1000)},
+}
 CASES = {
     **{f"unscale_ of {n}": (((64,),) * n, torch.float32, partial(unscale, n)) for n in (1, 10, 1000)},
     "grad_norm of 1000": (((64,),) * 1000, torch.float32, partial(norm, 1000)),
     "sgd_ of 1000": (((64,),) * 1000, torch.float32, partial(sgd, 1000)),
-    "optimizer.step() of 1000": (((64,),) * 1000, torch.float32, partial(step, 1000)),
+    **{
+        f"{family} step of {n}{f' ({kind})' if kind != 'fp32' else ''}": (
+            ((64,),) * n,
+            torch.float32,
+            partial(step, family, kind, n),
+        )
+        for family, kinds in STEPS.items()
+        for kind, sizes in kinds.items()
+        for n in sizes
+    },
     "int8_matmul 64^3": (((64, 64),), torch.int8, partial(int8_matmul, 64)),
     "dequantize_int8 64^2": (((64, 64),), torch.int8, partial(dequantize, 64)),
     **{
