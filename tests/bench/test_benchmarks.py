@@ -64,7 +64,7 @@ def test_rows_of_a_small_run(name, tmp_path, common):
         assert ours["contender"].startswith("amp_kernels") and float(ours["ratio_to_ours"]) == 1
         assert copy["contender"] == "copy" and float(copy["copy_percent"]) == 100
         for row in here[1:-1]:
-            assert float(row["ratio_to_ours"]) > 0 and float(row["copy_percent"]) > 0
+            assert float(row["ratio_to_ours"]) > 0 and float(row["copy_percent"]) >= 0  # 0.0: below 0.05
             assert row["bytes"] == ours["bytes"]
     run("plot", tmp_path)
     assert (tmp_path / f"{name}.png").exists() and (tmp_path / f"{name}_largest.png").exists()
