@@ -182,6 +182,7 @@ def adam_(
         exp_avg_sqs: `v`, in the same form as `exp_avgs`.
         max_exp_avg_sqs: `u`, in the same form as `exp_avgs`. If they are given, the update is AMSGrad.
         betas: Decays of the two averages.
+        weight_decay: Factor of the L2 penalty, or of the decay if `decoupled_weight_decay` is True.
         decoupled_weight_decay: Apply the weight decay to the parameters, not to the gradients (AdamW).
         steps_taken: Number of steps before this one, from 0 to 2^31 - 2. Do not count skipped steps.
 

@@ -130,10 +130,12 @@ def initialize(
     most = _bound("max_loss_scale", max_loss_scale, max(least, math.ulp(0.0)))
     all_models = _listed("models", models, torch.nn.Module)
     all_optimizers = [] if optimizers is None else _listed("optimizers", optimizers, torch.optim.Optimizer)
-    earlier_models = [model for model in all_models if _plain_class(model) is not type(model)]
-    cast = {id(t) for model in earlier_models for t in itertools.chain(model.parameters(), model.buffers())}
+    cast: set[int] = set()  # what an earlier call may have made fp16
     for i, model in enumerate(all_models):
-        _check_model(f"models[{i}]", model, cast)
+        is_earlier = _plain_class(model) is not type(model)
+        own = {id(t) for t in itertools.chain(model.parameters(), model.buffers())} if is_earlier else set()
+        _check_model(f"models[{i}]", model, own)
+        cast |= own
     for i, optimizer in enumerate(all_optimizers):
         _check_optimizer(f"optimizers[{i}]", optimizer, cast)
     device = _device_type(p for model in all_models for p in model.parameters())

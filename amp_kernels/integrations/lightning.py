@@ -74,7 +74,8 @@ class FusedPrecision(MixedPrecision):
             half = HalfPrecision(precision)
             contexts = "tensor_init_context", "module_init_context", "forward_context"
             for name in ("convert_module", "convert_input", *contexts):
-                setattr(self, name, getattr(half, name))
+                if getattr(type(self), name) is getattr(FusedPrecision, name):  # unless a subclass overrides it
+                    setattr(self, name, getattr(half, name))
         self._clipping: FusedOptimizer | None = None  # has the Trainer's `max_grad_norm` for the step in progress
 
     def connect(self, model: torch.nn.Module, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:

@@ -279,8 +279,10 @@ def kept_weights(model: nn.Module, taken: Collection[Any]) -> set[int]:
 def shares(model: nn.Module, taken: Collection[Any], spared: Iterable[nn.Module] = ()) -> tuple[str, bool]:
     """Describe which parameters of a model are converted and which are left, with their shares of the bytes.
 
-    `taken` holds the layers whose weights are converted, and `spared` those that `filter_fn` left out. Return the line,
-    and whether more than `WARNING_SHARE` of the bytes is left in matrices of layers not in `spared`.
+    `taken` holds the layers whose weights are converted, and `spared` those that `filter_fn` left out. Names that
+    differ only in numbers are one entry, and a share below 1% is not listed. A weight that an unconverted layer also
+    has counts as left. Return the line, and whether more than `WARNING_SHARE` of the bytes is left in matrices of
+    layers not in `spared`.
     """
     done = {id(layer.weight) for layer in taken} - kept_weights(model, taken)
     spared = set(spared)
@@ -314,11 +316,11 @@ def kind_of(layer: Any) -> str:
         return f"{kind.__name__}, see torch.nn.utils.parametrize.remove_parametrizations"
     is_known = kind.__module__.partition(".")[0] in ("torch", "amp_kernels")
     name = kind.__name__ if is_known else f"{kind.__module__}.{kind.__qualname__}"
-    found = unusual(layer) if isinstance(layer, CONVOLUTIONS) else {}
+    found = why_not_int8(layer) if isinstance(layer, CONVOLUTIONS) else {}
     return name + (" with " + ", ".join(f"{key}={value!r}" for key, value in found.items()) if found else "")
 
 
-def unusual(conv: Any) -> dict[str, object]:
+def why_not_int8(conv: Any) -> dict[str, object]:
     """Return the attributes of a float convolution because of which no int8 layer can compute it.
 
     A transposed convolution must turn each pixel into a block of pixels of its own. Other convolutions must pad both
@@ -327,12 +329,13 @@ def unusual(conv: Any) -> dict[str, object]:
     """
     plain: dict[str, object] = {"groups": 1, "padding_mode": "zeros"}
     if is_transposed(conv):
-        plain |= {"kernel_size": conv.stride, "stride": conv.kernel_size}
+        plain |= {"kernel_size": tuple(conv.stride), "stride": tuple(conv.kernel_size)}
         zeros = (0,) * len(conv.stride)
         plain |= {"padding": zeros, "output_padding": zeros, "dilation": (1,) * len(conv.stride)}
     elif conv.padding == "same" and any((k - 1) * d % 2 for k, d in zip(conv.kernel_size, conv.dilation, strict=True)):
         plain |= {"kernel_size": None, "padding": None}
-    return {key: now for key in plain if (now := getattr(conv, key)) != plain[key]}
+    found = {key: getattr(conv, key) for key in plain}
+    return {key: now for key, now in found.items() if (tuple(now) if isinstance(now, list) else now) != plain[key]}
 
 
 def of_all_blocks(name: str) -> str:

@@ -305,7 +305,8 @@ class Int8Weight(FixedDtypes):
         given, before = state_dict.get(key), len(errors)
         is_dtype, buffers = _is_dtype(given), {prefix + name for name in self._buffers}
         # Older state dicts hold a copy of the next layer's input scale for each layer that passed codes.
-        left_out = {f"{prefix}output_scale", f"{prefix}output_zero_point", *[key] * is_dtype}
+        older = ("output_scale", "output_zero_point") if isinstance(self, Int8ProductLayer) else ()
+        left_out = {*(prefix + name for name in older), *[key] * is_dtype}
         # With `assign=True` torch would register a parameter in place of a buffer.
         state_dict = {
             name: value.detach() if name in buffers and isinstance(value, nn.Parameter) else value

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..functional import Int8Tensor
-from .conversion import is_transposed, unusual
+from .conversion import is_transposed, why_not_int8
 from .int8 import Int8ProductLayer, Mode, Multiply, Steps, arranged, check_is_dense
 
 
@@ -128,7 +128,7 @@ class _Int8Conv(Int8ProductLayer):
         steps: Steps = {"stride": stride, "padding": padding, "dilation": dilation}
         like = self._float_class(in_channels, out_channels, kernel_size, **steps, bias=False, device="meta")
         kind = type(self).__name__
-        if unusual(like):
+        if why_not_int8(like):
             raise ValueError(
                 f"{kind}: padding must add as many pixels at the end of a dimension as at its beginning, got 'same' "
                 f"for a kernel of {like.kernel_size} with dilation {like.dilation}; pad the input yourself"
@@ -163,8 +163,9 @@ class _Int8Conv(Int8ProductLayer):
 
         Raises:
             TypeError: `conv` is of another class.
-            ValueError: As `Int8Linear.from_linear`, where an output may sum 131071 products. Or `conv` has groups or
-                another `padding_mode`, pads the ends of a dimension differently, or has kernels that overlap.
+            ValueError: As `Int8Linear.from_linear`. Or an output sums more than 131071 products, and `mode` is not
+                `"weight_only"`. Or `conv` has groups or another `padding_mode`, pads the ends of a dimension
+                differently, or has kernels that overlap.
 
         Examples:
             >>> amp_kernels.nn.Int8Conv2d.from_conv(torch.nn.Conv2d(3, 8, 3, padding=1))
@@ -281,9 +282,9 @@ class Int8ConvTranspose2d(_Int8Conv):
     The modes are those of `Int8Linear`, with the pixels as rows. In the mode `"dynamic"` each pixel is quantized by the
     range of its channels.
 
-    There is one scale per output channel. A call copies the codes of the weight into the order of the result. Anything
-    else is as in `Int8Conv2d`. The arguments are those of `amp_kernels.nn.Int8Conv2d`, except those for steps. The size
-    of the kernel is the stride, too.
+    There is one scale per output channel. A call copies the codes of the weight into the order of the result. Images
+    that are not channels_last are copied before they are quantized. Anything else is as in `Int8Conv2d`. The arguments
+    are those of `amp_kernels.nn.Int8Conv2d`, except those for steps. The size of the kernel is the stride, too.
 
     The weights of a new layer are 0: load a state dict, or use `from_conv`.
 
@@ -319,7 +320,7 @@ class Int8ConvTranspose2d(_Int8Conv):
 
     @classmethod
     def _check_fits(cls, op: str, conv: Any) -> None:
-        if unusual(conv):
+        if why_not_int8(conv):
             given = ("stride", "padding", "output_padding", "dilation", "groups")
             raise ValueError(
                 f"{op}: conv must have a stride equal to the size of its kernel {tuple(conv.weight.shape[2:])}, no "

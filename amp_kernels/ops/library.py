@@ -146,7 +146,10 @@ class Arguments:
 
 
 def define(name: str, arguments: Any, returns: str = "Tensor", **options: bool) -> Any:
-    """Define an operator that mutates nothing by its class of `Arguments`. `options` are those of `operator`."""
+    """Define an operator that mutates nothing by its class of `Arguments`. `options` are those of `operator`.
+
+    The schema is made from the text of the annotations, so these must not be aliases: `int | None` becomes `int?`.
+    """
     arguments.name = name
     types = {"Sequence[int]": "int[]", "torch.dtype": "ScalarType"}
     fields = [(field.name, *field.type.partition(" | ")) for field in dataclasses.fields(arguments)]

@@ -113,17 +113,24 @@ class FusedOptimizer(WithCheckpoints):
     _last_taken: tuple[Callable[[], Any], int, Callable[[], Any]] | None = None
 
     def __init__(
-        self, params: ParamsT, *, foreach: bool | None, fused: bool | None, differentiable: bool, **options: Any
+        self,
+        params: ParamsT,
+        *,
+        max_grad_norm: float | None,
+        state_dtype: torch.dtype | str,
+        foreach: bool | None,
+        fused: bool | None,
+        differentiable: bool,
+        **options: Any,
     ) -> None:
         name = type(self).__name__
         if differentiable:
             torchs = [c.__name__ for c in type(self).__mro__ if c.__module__.startswith("torch.optim.")]
             remedy = f"; use torch.optim.{torchs[0]} for that" if torchs[0] != "Optimizer" else ""
             raise ValueError(f"{name}: differentiable must be False, got True{remedy}")
-        dtype = check_state_dtype(name, options.pop("state_dtype"))
+        dtype = check_state_dtype(name, state_dtype)
         check_params(name, params)
-        check_options(name, options)
-        max_grad_norm = options.pop("max_grad_norm")
+        check_options(name, {**options, "max_grad_norm": max_grad_norm})
         if foreach and fused:
             raise RuntimeError(f"{name}: foreach and fused must not both be True; leave both out, they have no effect")
         given: Any = params if isinstance(params, Tensor) else list(params)  # for a Tensor torch raises an error

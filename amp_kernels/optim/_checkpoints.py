@@ -354,12 +354,12 @@ class WithCheckpoints(WithState):
         if not param.requires_grad and saved.keys() <= {"master"}:
             return
         state, used = self.state[param], {stored.name: stored for stored in self._stored(param, group)}
+        state["step"] = int(self._steps_in(saved))  # the first key, as in torch
         for key, code in zip(self._family.states, self._family.codes, strict=True):
             value = value_of(saved, key, code)
             if value is not None:
                 # A state that is not needed with the present options is kept too, since these may be changed back.
                 store(state, used.get(key, Stored(key, torch.float32, code)), param, value)
-        state["step"] = int(self._steps_in(saved))
         self._fit_state(name, param, group)  # makes the states that are missing
 
 

@@ -65,8 +65,11 @@ class Stored(NamedTuple):
 
 @functools.cache
 def keys_of(name: str) -> tuple[str, str, str]:
-    """Returns the keys under which a state may be stored: its own name, and those of its codes and scales."""
-    return name, f"{name}_codes", f"{name}_scale"
+    """Returns the keys under which a state may be stored: its own name, and those of its codes and scales.
+
+    A remainder is never in codes. A key such as `remainder_scale` belongs to other code, so the answer has no such key.
+    """
+    return (name, "", "") if name == "remainder" else (name, f"{name}_codes", f"{name}_scale")
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -54,9 +54,10 @@ from ..nn.conversion import (
     of_all_blocks,
     shares,
     terms,
-    unusual,
+    why_not_int8,
 )
 from ..nn.int8 import (
+    ALL,
     FixedDtypes,
     Int8Weight,
     Mode,
@@ -317,7 +318,7 @@ class _Prepared(LoadsItsKind):
     @classmethod
     def of(cls, layer: Any, observes: bool) -> Any:
         """Return a layer in place of a float layer. It records the range of inputs if `observes`."""
-        kind = _PREPARED[cls, kind_in_torch(layer)]
+        kind: Any = next(c for c in _PREPARED if issubclass(c, cls) and issubclass(c, kind_in_torch(layer)))
         made = kind.__new__(kind)
         nn.Module.__init__(made)
         vars(made).update((name, value) for name, value in vars(layer).items() if name not in vars(made))
@@ -335,15 +336,9 @@ class _Prepared(LoadsItsKind):
 class Observed(_Prepared):
     """A layer of `prepare_`. It computes in floating point, and records the range of its inputs."""
 
-    def forward(self, x: Tensor, *options: Any, **named: Any) -> Tensor:
-        if isinstance(self, nn.Embedding):
-            rows = super().forward(x)
-            return rows if self.embed_scale == 1 else rows * self.embed_scale
+    def _record(self, x: Tensor) -> None:
         check_is_dense(type(self).__name__, x)
-        if isinstance(self, nn.ConvTranspose2d):
-            check_output_size(self, x, *options, **named)
         self.observer(x)
-        return linear_part(self, x, *options, **named) if isinstance(self, nn.Linear) else super().forward(x)
 
 
 class QAT(_Prepared):
@@ -374,23 +369,70 @@ class QAT(_Prepared):
             of_x = _affine(*(seen(x) if self.training else (seen.low, seen.high)))
         return w8a8(x, weight, scale, bias, *of_x, compute_dtype(x), not self.training, steps)
 
-    def forward(self, x: Tensor, *options: Any, **named: Any) -> Tensor:
-        if isinstance(self, nn.Embedding):
-            return scaled_rows(self, fake_quantize_int8(super().forward(x), dim=-1))
-        operation = apply_linear if isinstance(self, nn.Linear) else apply_convolution
-        # A transposed convolution multiplies by several rows for each output (`_up_convolve`). They share a scale.
-        scale = codes_of_weight(self).scale if isinstance(self, nn.ConvTranspose2d) else None
-        return operation(self, x, by_outputs(self), scale, self._multiply, *options, **named)
+
+# Each of these classes is also of the class of torch that it replaces, for code that looks for this class.
+class ObservedLinear(Observed, nn.Linear):
+    def forward(self, x: Tensor, outputs: slice = ALL) -> Tensor:
+        self._record(x)
+        return linear_part(self, x, outputs)
 
 
-# Each of these classes is also of the class of torch that it replaces, for code that looks for this class. They are
-# called ObservedLinear, QATConv2d and so on, and pickle finds them here.
-_PREPARED: dict[Any, Any] = {
-    (way, kind): type(f"{way.__name__}{kind.__name__}", (way, kind), {"__module__": __name__})
-    for way in (Observed, QAT)
-    for kind in (nn.Linear, nn.Embedding, *CONVOLUTIONS)
-}
-globals().update((kind.__name__, kind) for kind in _PREPARED.values())
+class QATLinear(QAT, nn.Linear):
+    def forward(self, x: Tensor, outputs: slice = ALL) -> Tensor:
+        return apply_linear(self, x, matrix(self), None, self._multiply, outputs)
+
+
+class _ObservedConv(Observed):
+    def forward(self, x: Tensor) -> Any:
+        self._record(x)
+        return super().forward(x)
+
+
+class _QATConv(QAT):
+    def forward(self, x: Tensor) -> Tensor:
+        return apply_convolution(self, x, by_outputs(self), None, self._multiply)
+
+
+class ObservedConv1d(_ObservedConv, nn.Conv1d): ...
+
+
+class ObservedConv2d(_ObservedConv, nn.Conv2d): ...
+
+
+class QATConv1d(_QATConv, nn.Conv1d): ...
+
+
+class QATConv2d(_QATConv, nn.Conv2d): ...
+
+
+class ObservedConvTranspose2d(_ObservedConv, nn.ConvTranspose2d):
+    def forward(self, x: Tensor, output_size: Sequence[int] | None = None) -> Any:
+        check_output_size(self, x, output_size)
+        return super().forward(x)
+
+
+class QATConvTranspose2d(QAT, nn.ConvTranspose2d):
+    def forward(self, x: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
+        # The convolution multiplies by several rows for each output (`_up_convolve`). They share a scale.
+        scale = codes_of_weight(self).scale
+        return apply_convolution(self, x, by_outputs(self), scale, self._multiply, output_size)
+
+
+class ObservedEmbedding(Observed, nn.Embedding):
+    def forward(self, index: Tensor) -> Tensor:
+        rows = super().forward(index)
+        return rows if self.embed_scale == 1 else rows * self.embed_scale
+
+
+class QATEmbedding(QAT, nn.Embedding):
+    def forward(self, index: Tensor) -> Tensor:
+        return scaled_rows(self, fake_quantize_int8(super().forward(index), dim=-1))
+
+
+_PREPARED = (
+    ObservedLinear, ObservedConv1d, ObservedConv2d, ObservedConvTranspose2d, ObservedEmbedding, QATLinear, QATConv1d,
+    QATConv2d, QATConvTranspose2d, QATEmbedding,
+)  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------- helpers
@@ -528,7 +570,7 @@ def _is_known(layer: nn.Module) -> bool:
         return False
     if not isinstance(layer, (nn.Linear, nn.Embedding, *CONVOLUTIONS)):
         return is_conv1d(layer)
-    return not (isinstance(layer, CONVOLUTIONS) and unusual(layer)) and factor_of(layer) is not None
+    return not (isinstance(layer, CONVOLUTIONS) and why_not_int8(layer)) and factor_of(layer) is not None
 
 
 def left_in_float(model: nn.Module) -> dict[str, nn.Module]:

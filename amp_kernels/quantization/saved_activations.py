@@ -36,9 +36,10 @@ class int8_saved_activations(contextlib.ContextDecorator):  # noqa: N801 (called
     - tensors that a compiled model saves. For each part of a model use either this or `torch.compile`. Inside a
       compiled function the `with` block breaks the graph.
 
-    A tensor that several operators save is stored once. Between them it must not be written through `.data`, NumPy or
-    DLPack, because such a write is not noticed. If one of the elements that share a scale is NaN or inf, all of them
-    are dequantized to NaN. Under `torch.utils.checkpoint` the inputs of the checkpointed parts are quantized.
+    A tensor that several operators save is stored once, a view of all its elements too, but not a view of a part.
+    Between them it must not be written through `.data`, NumPy or DLPack, because such a write is not noticed. If one of
+    the elements that share a scale is NaN or inf, all of them are dequantized to NaN. Under `torch.utils.checkpoint`
+    the inputs of the checkpointed parts are quantized.
 
     Args:
         block_size: Number of elements, adjacent in memory, that share a scale.

@@ -963,3 +963,11 @@ def test_a_script_of_fine_tuning(level):
 def test_a_script_of_two_models_and_three_losses():
     distances = losses_of("gan.py")
     assert min(distances[-30:]) < 0.5 * distances[0]
+
+
+def test_a_weight_of_an_earlier_model_is_refused_in_another_model():
+    earlier, other = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+    earlier = amp.initialize(earlier, opt_level="O2", verbosity=0)
+    other.weight = earlier.weight
+    with pytest.raises(TypeError, match=r"weight of models\[1\] must be float32 at every opt_level"):
+        amp.initialize([earlier, other], opt_level="O2", verbosity=0)

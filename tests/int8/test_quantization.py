@@ -1137,3 +1137,47 @@ def test_our_linear_is_quantized_as_torchs() -> None:
     activated = torch.nn.Sequential(amp_kernels.nn.Linear(16, 8, activation="relu"))
     with pytest.raises(ValueError, match=r"must have an nn\.Linear"):
         quantize_(activated, "dynamic")
+
+
+@pytest.mark.parametrize("attribute", ["stride", "padding"])
+def test_a_transposed_convolution_whose_attributes_are_lists(attribute):
+    conv = nn.ConvTranspose2d(3, 4, 2, 2)
+    setattr(conv, attribute, list(getattr(conv, attribute)))
+    model = quantize_(nn.Sequential(conv), "weight_only")
+    assert type(model[0]).__name__ == "Int8ConvTranspose2d"
+
+
+@pytest.mark.parametrize("prepare", [prepare_, prepare_qat_])
+@pytest.mark.parametrize(
+    ("layer", "x", "named"),
+    [
+        (lambda: nn.Conv2d(3, 4, 2), lambda: torch.ones(1, 3, 5, 5), {"output_size": (8, 8)}),
+        (lambda: nn.Conv1d(3, 4, 2), lambda: torch.ones(1, 3, 5), {"bogus": 1}),
+        (lambda: nn.Embedding(5, 4), lambda: torch.ones(2, dtype=torch.int64), {"bogus": 1}),
+        (lambda: nn.ConvTranspose2d(3, 4, 2, 2), lambda: torch.ones(1, 3, 5, 5), {"bogus": 1}),
+        (lambda: nn.Linear(3, 4), lambda: torch.ones(2, 3), {"bogus": 1}),
+    ],
+    ids=["conv2d", "conv1d", "embedding", "transposed", "linear"],
+)
+def test_prepared_layers_refuse_arguments_that_they_do_not_have(prepare, layer, x, named):
+    prepared = prepare(nn.Sequential(layer()))[0]
+    assert type(prepared).__name__.startswith(("Observed", "QAT"))
+    prepared(x())
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
+        prepared(x(), **named)
+
+
+def test_a_prepared_embedding_takes_its_argument_by_name():
+    for prepare in (prepare_, prepare_qat_):
+        embedding = prepare(nn.Sequential(nn.Embedding(5, 4)))[0]
+        index = torch.tensor([1, 3])
+        assert torch.equal(embedding(index=index), embedding(index))
+
+
+def test_an_embedding_has_no_scale_of_a_result():
+    """Older state dicts of other layers have one, which is left out."""
+    saved = {**Int8Embedding(5, 4).state_dict(), "output_scale": torch.ones(())}
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*output_scale"):
+        Int8Embedding(5, 4).load_state_dict(saved)
+    saved = {**Int8Linear(5, 4).state_dict(), "output_scale": torch.ones(())}
+    Int8Linear(5, 4).load_state_dict(saved)

@@ -83,6 +83,29 @@ def test_keys_of_others_survive_a_checkpoint(family, dtype, save):
     assert int(optimizer.state[p]["step"]) == 2 and "slow" in optimizer.state[p]
 
 
+@pytest.mark.parametrize("early", [True, False], ids=["early", "late"])
+def test_keys_that_begin_like_the_remainder_belong_to_others(early):
+    p = leaf(5, dtype=torch.bfloat16)
+    optimizer = FusedAdam([p], lr=0.1)
+    own = {"remainder_codes": torch.ones(5), "remainder_scale": torch.ones(1)}
+    if not early:
+        step(optimizer)
+    optimizer.state[p].update(own)
+    for _ in range(3):
+        step(optimizer)
+    assert all(optimizer.state[p][key] is value for key, value in own.items())
+
+
+@optimizers
+def test_a_loaded_state_has_its_keys_in_the_order_of_a_saved_one(family):
+    p = leaf(5, dtype=torch.bfloat16)
+    optimizer = family([p], **FULL[family])
+    step(optimizer)
+    saved = optimizer.state_dict()
+    optimizer.load_state_dict(saved)
+    assert list(optimizer.state_dict()["state"][0]) == list(saved["state"][0])
+
+
 def test_keys_of_others_survive_dcp_and_amp(tmp_path):
     import torch.distributed.checkpoint as checkpoint
 

@@ -919,3 +919,13 @@ def test_errors_of_the_average(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=f"of the checkpoint must be {says}"):
             fit(tmp_path, module, plugin("bf16-mixed"), max_epochs=2, **options)
         assert_same_bits(weights(module), dict(saved["state_dict"]))
+
+
+@pytest.mark.parametrize("precision", ["16-true", "bf16-true"])
+def test_a_subclass_may_override_what_half_precision_does(precision: str) -> None:
+    class Own(FusedPrecision):
+        def convert_input(self, data: Any) -> Any:
+            return "own"
+
+    assert Own(precision).convert_input(torch.ones(2)) == "own"
+    assert FusedPrecision(precision).convert_input(torch.ones(2)).dtype is not torch.float32
