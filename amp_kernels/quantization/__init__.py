@@ -36,6 +36,7 @@ from ..nn import (
 )
 from ..nn.attention import can_replace
 from ..nn.conversion import (
+    ALL,
     CONVOLUTIONS,
     LOG,
     LoadsItsKind,
@@ -57,7 +58,6 @@ from ..nn.conversion import (
     why_not_int8,
 )
 from ..nn.int8 import (
-    ALL,
     FixedDtypes,
     Int8Weight,
     Mode,
