@@ -530,8 +530,8 @@ class Training:
         if how == "data":
             value.data = value.data.clone()
         elif how == "share":
-            is_count = key != "step" or value.dtype is torch.int32  # a step replaces another count, but not in there
-            if not self.was_converted and is_count:
+            stays = key != "step" or value.dtype is torch.int32  # a step replaces another count, but not in there
+            if not self.was_converted and stays:
                 value.share_memory_()
                 self.is_shared = True
         elif how == "set":
