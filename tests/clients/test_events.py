@@ -530,8 +530,12 @@ class Training:
         if how == "data":
             value.data = value.data.clone()
         elif how == "share":
-            stays = key != "step" or value.dtype is torch.int32  # a step replaces another count, but not in there
-            if not self.was_converted and stays:
+            groups = self.ours.param_groups
+            stays = any(
+                other is p and self.ours._is_fitted(name, p, groups[g])
+                for name, g, other in self.ours._named_parameters()
+            )
+            if not self.was_converted and stays:  # a step does not replace what is in shared memory, but raises
                 value.share_memory_()
                 self.is_shared = True
         elif how == "set":
