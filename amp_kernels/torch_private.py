@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.distributed.tensor import DTensor
 from torch.utils import _python_dispatch
 
 
@@ -20,13 +19,13 @@ def tensor_exchange_api() -> Any:
     return getattr(Tensor, "__dlpack_c_exchange_api__", None)
 
 
-def dtensor_attribute() -> str | None:
-    """Return the name of the attribute that holds the local tensor of a DTensor, for C++ (optim/_sweep.py).
+def dtensor_attributes() -> tuple[str, str]:
+    """Return the attributes of a DTensor that C++ reads in a step: its local tensor, and its spec (csrc/ops/columns.h).
 
-    `DTensor.to_local()` returns the same tensor, but takes 14 us, a thousand times as long. If torch has no such
-    attribute, the answer is None. The step then reads DTensors in Python.
+    `DTensor.to_local()` returns the same tensor, but takes 14 us, a thousand times as long. A spec has the public
+    `mesh` and `placements`. If a DTensor lacks one of the attributes, C++ leaves it to Python.
     """
-    return "_local_tensor" if hasattr(DTensor, "_local_tensor") else None
+    return "_local_tensor", "_spec"
 
 
 def dispatch_mode_count() -> Callable[[], int] | None:

@@ -1,7 +1,7 @@
 """What a call costs besides its kernel: tensors so small that there is next to nothing to compute.
 
 Every row is a call in a loop, its objects in the caches, beside the torch call that does the same. The rows show how
-many layers lie between a public function and its kernel; they are reported, not tuned. `--threads` says on how many
+many layers lie between a public function and its kernel. `--threads` says on how many
 threads torch may run (default 1: with more, a small call waits for the others to wake).
 
     python -m benchmarks.bench_overhead --help

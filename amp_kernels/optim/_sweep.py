@@ -65,11 +65,11 @@ class Sweep(NamedTuple):
 
 @functools.cache
 def sweep() -> Sweep:
-    api, attribute = torch_private.tensor_exchange_api(), torch_private.dtensor_attribute()
+    api = torch_private.tensor_exchange_api()
     if api is None or not _loader.load():
         return _IN_PYTHON
-    dtensor = None if attribute is None else DTensor
-    torchs = (api, Tensor, Parameter, Tensor.is_neg, Tensor.is_inference, Tensor.data_ptr, dtensor, attribute)
+    methods = Tensor.is_neg, Tensor.is_inference, Tensor.data_ptr
+    torchs = (api, Tensor, Parameter, *methods, DTensor, *torch_private.dtensor_attributes())
     compiled = importlib.import_module("amp_kernels._C")
     try:
         compiled.sweep([], [], [], (), (1, 0), 0, 0, 0, False, torchs)

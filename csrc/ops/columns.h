@@ -58,7 +58,6 @@ struct Names {
   PyObject* param_groups = name("param_groups");
   PyObject* state = name("state");
   PyObject* lr = name("lr");
-  PyObject* spec = name("_spec");
   PyObject* mesh = name("mesh");
   PyObject* placements = name("placements");
 
@@ -68,18 +67,17 @@ struct Names {
   }
 };
 
-// Functions and types of torch, borrowed from the tuple that Python passes. `dtensor` is the class, and `local_tensor`
-// the name of the attribute that holds a DTensor's local tensor. Both are None if this torch names it otherwise.
-// DTensors are then left to Python.
+// Functions and types of torch, borrowed from the tuple that Python passes. `local_tensor` and `spec` are names of
+// attributes of a DTensor (amp_kernels/torch_private.py).
 struct Torch {
   const ExchangeApi* api = nullptr;
-  PyObject *tensor, *parameter, *is_neg, *is_inference, *data_ptr, *dtensor, *local_tensor;
+  PyObject *tensor, *parameter, *is_neg, *is_inference, *data_ptr, *dtensor, *local_tensor, *spec;
 
   // If the tuple does not fit, or the DLPack interface is not version 1, sets a Python error and returns false.
   bool read(PyObject* tuple) {
     PyObject* capsule;
-    if (!PyArg_ParseTuple(tuple, "OOOOOOOO", &capsule, &tensor, &parameter, &is_neg, &is_inference, &data_ptr, &dtensor,
-                          &local_tensor)) {
+    if (!PyArg_ParseTuple(tuple, "OOOOOOOOO", &capsule, &tensor, &parameter, &is_neg, &is_inference, &data_ptr,
+                          &dtensor, &local_tensor, &spec)) {
       return false;
     }
     api = exchange_api(capsule);
@@ -88,9 +86,13 @@ struct Torch {
 
   bool is_dtensor(PyObject* object) const { return reinterpret_cast<PyObject*>(Py_TYPE(object)) == dtensor; }
 
-  // A new reference to the local tensor of a DTensor, and to any other object itself.
+  // A new reference to the local tensor of a DTensor, or to any other object itself. Null if the DTensor has none.
   PyObject* local(PyObject* object) const {
-    if (is_dtensor(object)) return PyObject_GetAttr(object, local_tensor);
+    if (is_dtensor(object)) {
+      PyObject* const memory = PyObject_GetAttr(object, local_tensor);
+      if (memory == nullptr) clear_error();
+      return memory;
+    }
     Py_INCREF(object);
     return object;
   }
@@ -110,7 +112,7 @@ struct Torch {
   bool are_placed_alike(PyObject* grad, PyObject* param) const {
     if (!is_dtensor(grad) || !is_dtensor(param)) return is_dtensor(grad) == is_dtensor(param);
     const Names& names = Names::get();
-    const Object a(PyObject_GetAttr(grad, names.spec)), b(PyObject_GetAttr(param, names.spec));
+    const Object a(PyObject_GetAttr(grad, spec)), b(PyObject_GetAttr(param, spec));
     const bool is_alike = a.get() != nullptr && b.get() != nullptr &&
                           (a.get() == b.get() || (have_equal(names.mesh, a.get(), b.get()) &&
                                                   have_equal(names.placements, a.get(), b.get())));

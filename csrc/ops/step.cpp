@@ -350,7 +350,7 @@ class Step {
   int64_t* hyper_words() const { return rates() + groups_count(); }
   float* hyper() const { return reinterpret_cast<float*>(hyper_words()); }
   int64_t groups_count() const { return static_cast<int64_t>(storages_.size()); }
-  int64_t key_words() const { return (1 + kGrad) * count_; }
+  int64_t key_words() const { return (1 + kGrad) * count_; }  // the forms, and the rows before the addresses
   int64_t words_count() const {
     return hyper_words() - words_ + groups_count() * kHyperColumns * int64_t{sizeof(float)} / int64_t{sizeof(int64_t)};
   }

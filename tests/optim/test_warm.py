@@ -21,7 +21,7 @@ from optim_cases import dtypes, examples, optimizers
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from amp_kernels import GradScaler, use_backend
+from amp_kernels import GradScaler, torch_private, use_backend
 from amp_kernels.ops.table import LEAST_LEAN, STATE_DTYPES
 from amp_kernels.optim import FusedAdam, FusedAdamW, FusedSGD
 from amp_kernels.optim._base import _READ_BY_CPP, FusedOptimizer
@@ -183,7 +183,7 @@ def test_a_rate_in_a_tensor_is_read_by_the_kernel(family):
         rate.fill_(0.3)
     twins.set_grads()
     twins.step(warm=True)
-    # Of others the host reads the value.
+    # The host reads the value of any other rate.
     for rate in (0.2, 1, np.float32(0.3), torch.tensor([0.4]), torch.tensor(0.2, dtype=torch.float64)):
         for optimizer in (twins.ours, twins.python):
             optimizer.param_groups[0]["lr"] = rate
@@ -195,7 +195,7 @@ def test_a_rate_in_a_tensor_is_read_by_the_kernel(family):
 
 
 def test_parameters_without_a_gradient():
-    """Only the versions of those with one are raised. A layout for each set of gradients is kept."""
+    """The step raises the versions of the other parameters alone."""
     twins = Twins(FusedAdam, ((3,), (4,), (5,)), lr=0.1)
     twins.warm_up()
     for params in twins.params:
@@ -560,62 +560,41 @@ assert bool(p.isfinite().all()) and bool(optimizer.state[p]["exp_avg"].isfinite(
 """
 
 
-# Another thread replaces small gradients and states while the step reads them.
+# Another thread executes `replace` again and again, while the step reads its small tensors.
 SMALL_RACE = """
 import sys, threading, torch
 from amp_kernels.optim import FusedSGD
 torch.set_num_threads(1)
 sys.setswitchinterval(1e-6)
-params = [torch.nn.Parameter(torch.zeros(32)) for _ in range(300)]
+params = [torch.nn.Parameter(torch.zeros(32)) for _ in range({count})]
 for p in params:
     p.grad = torch.ones(32)
-optimizer = FusedSGD(params, lr=1e-3, momentum=0.9)
+optimizer = FusedSGD({groups}, lr={lr}, momentum=0.9)
 for _ in range(3):
     optimizer.step()
 stop = [False]
 def replace():
     while not stop[0]:
-        for p in params:
+        {replace}
+        junk = [[1] * 21 for _ in range(5)], [torch.full((32,), float("inf")) for _ in range(2)]
+thread = threading.Thread(target=replace, daemon=True)
+thread.start()
+for _ in range({steps}):
+    optimizer.step()
+stop[0] = True
+thread.join()
+assert all(bool(p.isfinite().all()) for p in params)
+"""
+STATES = """for p in params:
             p.grad = torch.ones(32)
-            state = optimizer.state[p]
-            state["momentum_buffer"] = torch.ones(32)
-            junk = [torch.full((32,), float("inf")) for _ in range(2)]
-thread = threading.Thread(target=replace, daemon=True)
-thread.start()
-for _ in range(1000):
-    optimizer.step()
-stop[0] = True
-thread.join()
-assert all(bool(p.isfinite().all()) for p in params)
-"""
-
-
-# Another thread replaces parameter groups whose learning rates are tensors.
-RATES_RACE = """
-import sys, threading, torch
-from amp_kernels.optim import FusedSGD
-torch.set_num_threads(1)
-sys.setswitchinterval(1e-6)
-params = [torch.nn.Parameter(torch.zeros(3)) for _ in range(20)]
-for p in params:
-    p.grad = torch.ones(3)
-optimizer = FusedSGD([{"params": [p]} for p in params], lr=torch.tensor(1e-3))
-for _ in range(3):
-    optimizer.step()
-stop = [False]
-def replace():
-    while not stop[0]:
-        optimizer.param_groups = [{**group, "lr": torch.tensor(1e-3)} for group in optimizer.param_groups]
-        junk = [[1] * 21 for _ in range(5)]
-thread = threading.Thread(target=replace, daemon=True)
-thread.start()
-for _ in range(20000):
-    optimizer.step()
-stop[0] = True
-thread.join()
-assert all(bool(p.isfinite().all()) for p in params)
-"""
-RACES = {"warm": RACE, "python": RACE, "scaler": RACE, "small": SMALL_RACE, "rates": RATES_RACE}
+            optimizer.state[p]["momentum_buffer"] = torch.ones(32)"""
+RATES = 'optimizer.param_groups = [{**group, "lr": torch.tensor(1e-3)} for group in optimizer.param_groups]'
+ONE_GROUP_EACH = '[{"params": [p]} for p in params]'
+RACES = {
+    **dict.fromkeys(("warm", "python", "scaler"), RACE),
+    "states": SMALL_RACE.format(count=300, groups="params", lr=1e-3, steps=1000, replace=STATES),
+    "rates": SMALL_RACE.format(count=20, groups=ONE_GROUP_EACH, lr="torch.tensor(1e-3)", steps=20000, replace=RATES),
+}
 
 
 @pytest.mark.parametrize("kind", RACES)
@@ -717,12 +696,11 @@ def test_dtensors(mesh, family, dtype):
         step(warm)
 
 
-def test_a_torch_that_names_the_local_tensor_otherwise(monkeypatch, mesh):
+@pytest.mark.parametrize("names", [("no_tensor", "_spec"), ("_local_tensor", "no_spec")], ids=["tensor", "spec"])
+def test_a_torch_that_names_the_attributes_of_dtensors_otherwise(monkeypatch, mesh, names):
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    from amp_kernels import torch_private
-
-    monkeypatch.setattr(torch_private, "dtensor_attribute", lambda: None)
+    monkeypatch.setattr(torch_private, "dtensor_attributes", lambda: names)
     sweep.cache_clear()
     try:
         p = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
@@ -733,6 +711,16 @@ def test_a_torch_that_names_the_local_tensor_otherwise(monkeypatch, mesh):
         assert torch.equal(p.to_local(), torch.full((4,), -1.0))
     finally:
         sweep.cache_clear()
+
+
+def test_a_torch_that_does_not_count_modes(monkeypatch):
+    monkeypatch.setattr(torch_private, "dispatch_mode_count", lambda: None)
+    p = torch.nn.Parameter(torch.ones(4))
+    optimizer = FusedSGD([p], lr=0.5)
+    for _ in range(4):
+        p.grad = torch.ones(4)
+        assert count_of_python_steps(optimizer, lambda optimizer: optimizer.step()) == 1
+    assert torch.equal(p.detach(), torch.full((4,), -1.0))
 
 
 def test_steps_of_the_reference_stay_in_python():
