@@ -24,26 +24,24 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
-from .functional.matmul import (
+from .functional.matmul import Activation, as_matrices, autocast, check_serves, engine_of
+from .nn.conversion import is_conv1d, kind_of, matrix, of_all_blocks
+from .nn.linear import Linear, converts
+from .ops.matmul import (
     CPU,
+    DTYPES,
     FEW_ROWS,
     IN_ONE_CALL,
     LIBRARY,
     MULTIPLE,
     ON_TENSOR_CORES,
     TRITON,
-    Activation,
-    as_matrices,
-    autocast,
-    check_serves,
+    check_activation,
     copies_of,
-    engine_of,
     is_column_major,
     is_slow,
+    round_up,
 )
-from .nn.conversion import is_conv1d, kind_of, matrix, of_all_blocks
-from .nn.linear import Linear, converts
-from .ops.matmul import DTYPES, check_activation, round_up
 from .quantization import left_in_float
 from .report import CannotRun, table
 
@@ -141,7 +139,8 @@ def explain(
     engine = engine_of("explain", left.dtype, place.type)
     if left.dtype not in DTYPES:
         return Explanation(engine, f"products of {str(left.dtype).removeprefix('torch.')} are left to torch", {})
-    check_serves(engine, place.type)
+    if engine != TRITON:
+        check_serves(engine, place.type)
     left, right = as_matrices("explain", left, right)
     sizes = zip("ab", (left, right), copies_of(engine, left, right), strict=True)
     copies = {name: _copy_bytes(x, size) for name, x, size in sizes if size is not None}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import math
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from amp_kernels.testing.exponents import results_for
 from amp_kernels.testing.updates import UPDATES
 
 OPS = torch.ops.amp_kernels
+products: Any = importlib.import_module("amp_kernels.ops.matmul")  # the package's name for it is an operator
 families = pytest.mark.parametrize("family", TORCH, ids=UPDATES)
 
 
@@ -100,6 +102,95 @@ def test_products_on_a_gpu_refuse_the_backend_of_cpus(op: str) -> None:
         getattr(amp_kernels, op)(*operands)
 
 
+# --------------------------------------------------------------------------------------------------- padded products
+@pytest.fixture
+def pads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of any size are padded."""
+    monkeypatch.setattr(products, "MIN_WORK", 0)
+
+
+PRODUCTS = [case for op in ("matmul", "addmm", "linear") for case in testing.CASES[op] if "by_element" not in case.name]
+
+
+@pytest.mark.usefixtures("pads")
+@pytest.mark.parametrize("case", PRODUCTS, ids=lambda case: f"{case.op}-{case}")
+def test_padded_products(case: testing.Case) -> None:
+    """One C++ operator pads the operands, and torch multiplies them."""
+    for result in case.body(torch.device("cuda")):
+        assert result.passed, f"{case}: {result}"
+
+
+def layer(on: str = "cuda", odd: int = 1, rows: int = 24) -> list[Tensor]:
+    """x, weight and bias of a layer with 40 - odd inputs and 32 - odd outputs."""
+    shapes = (rows, 40 - odd), (32 - odd, 40 - odd), (32 - odd,)
+    made = [testing.common.randn(*shape, dtype=torch.bfloat16, seed=i) for i, shape in enumerate(shapes)]
+    return [tensor.to(on) for tensor in made]
+
+
+def calls_of(call: Callable[[], Any], fake_gpus: Any) -> tuple[dict[str, int], list[str]]:
+    """Our launches of a call, and torch's operators in it that would launch a kernel on a GPU."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        launched = launches_of(call, fake_gpus)
+    names = [event.name.removeprefix("aten::") for event in profile.events()]
+    computes = ("mm", "bmm", "addmm", "relu", "gelu", "zero_", "constant_pad_nd", "cat", "sum", "clone")
+    return launched, [name for name in names if name in computes]
+
+
+@pytest.mark.usefixtures("pads")
+@pytest.mark.parametrize("with_bias", [False, True])
+@torch.no_grad()
+def test_launches_of_a_padded_linear(fake_gpus: Any, with_bias: bool) -> None:
+    """x, weight and bias are copied, and torch multiplies. Rows of zeros behind the weight are torch's `zero_`."""
+    x, weight, bias = layer()
+    call = lambda: amp_kernels.linear(x, weight, bias if with_bias else None)  # noqa: E731
+    multiplies = "addmm" if with_bias else "mm"
+    assert calls_of(call, fake_gpus) == ({"copy_pad_kernel": 2 + with_bias}, ["zero_", multiplies])
+
+
+@pytest.mark.usefixtures("pads")
+def test_launches_of_a_padded_backward_pass(fake_gpus: Any) -> None:
+    """The gradient is read once, for its padded copy and for the bias, and multiplied twice."""
+    leaves = [tensor.requires_grad_() for tensor in layer()]
+    y = amp_kernels.linear(*leaves)
+    grad = torch.ones(24, 31, dtype=torch.bfloat16, device="cuda")
+    launched, computed = calls_of(lambda: torch.autograd.grad(y, leaves, grad), fake_gpus)
+    # The gradient of the weight is a view of a wider tensor, which `clone` makes contiguous.
+    assert launched == {"copy_pad_kernel": 1} and computed == ["mm", "mm", "clone"]
+
+
+def test_launches_of_an_aligned_linear(fake_gpus: Any) -> None:
+    for operands, least in ((layer(odd=0), 0), (layer(), products.MIN_WORK)):
+        with pytest.MonkeyPatch.context() as patch, Operators() as called:
+            patch.setattr(products, "MIN_WORK", least)
+            assert launches_of(lambda: amp_kernels.linear(*operands), fake_gpus) == {}  # noqa: B023
+        assert not [name for name in called.names if name.startswith("amp_kernels")]
+
+
+@torch.no_grad()
+def test_few_odd_rows_can_go_to_the_kernel_for_few_rows(fake_gpus: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This route is off until its row of bench_matmul was measured."""
+    x, weight, bias = layer(rows=16)
+    call = lambda: amp_kernels.linear(x, weight, bias, "relu")  # noqa: E731
+    assert products.ODD_ROWS == 0 and launches_of(call, fake_gpus) == {}
+    expected = call()
+    monkeypatch.setattr(products, "ODD_ROWS", 16)
+    assert "few_rows_kernel" in launches_of(call, fake_gpus)
+    torch.testing.assert_close(call().cpu(), expected.cpu())
+    aligned, more = layer(odd=0, rows=16), layer(rows=17)
+    assert launches_of(lambda: [amp_kernels.linear(*operands) for operands in (aligned, more)], fake_gpus) == {}
+
+
+@pytest.mark.usefixtures("pads")
+def test_products_that_are_padded_obey_no_autocast() -> None:
+    """The backward pass may run under another autocast than the forward pass."""
+    leaves = [tensor.requires_grad_() for tensor in layer()]
+    y = amp_kernels.linear(*leaves)
+    expected = torch.autograd.grad(y, leaves, torch.ones_like(y), retain_graph=True)
+    with torch.autocast("cuda", torch.float16):
+        found = torch.autograd.grad(y, leaves, torch.ones_like(y))
+    assert all(map(torch.equal, expected, found))
+
+
 # ---------------------------------------------------------------------------------------------- streams, a second GPU
 def parameters(device: str) -> list[torch.nn.Parameter]:
     made = []
@@ -125,9 +216,20 @@ CALLS: dict[str, Callable[[str], Any]] = {
     "int8_linear": lambda on: OPS.int8_linear(matrix(on), codes(on).values, codes(on).scale.view(-1), None),
     "matmul": lambda on: OPS.matmul(matrix(on), matrix(on).t(), None, 1.0, 0.0, None, torch.float32, True, False)[0],
     "copy_pad": lambda on: OPS.copy_pad(matrix(on), None, None, True, len(matrix(on)))[0],
+    "padded_matmul": lambda on: padded(matrix(on), matrix(on).t()),
+    "padded_linear_backward": lambda on: backward(matrix(on)[:, :20], matrix(on), matrix(on)[:20]),
     "step": lambda on: stepped(on),
     "sgd_": lambda on: updated(on),
 }
+
+
+def padded(a: Tensor, b: Tensor, input: Tensor | None = None) -> Tensor:
+    return OPS.padded_matmul(a, b, input, 1.0, 1.0, None, torch.float16, True, False, 0, 0)[0]
+
+
+def backward(grad: Tensor, x: Tensor, weight: Tensor, saved: Tensor | None = None) -> Tensor:
+    activation = None if saved is None else "gelu"
+    return OPS.padded_linear_backward(grad, x, weight, saved, activation, False, True, True, x.shape[1], 0)[1]
 
 
 def matrix(device: str) -> Tensor:
@@ -482,6 +584,11 @@ REFUSED: dict[str, Callable[[str], object]] = {
     "b": lambda on: product(ones(4, 6), ones(6, 5, on=on)),
     "input": lambda on: product(ones(4, 6), ones(6, 5), ones(4, 5, on=on)),
     "saved": lambda on: OPS.copy_pad(ones(4, 6), ones(4, 6, on=on), "relu", True, 4),
+    "padded b": lambda on: padded(ones(20, 6), ones(6, 5, on=on)),
+    "padded input": lambda on: padded(ones(20, 6), ones(6, 5), ones(20, 5, on=on)),
+    "x of a gradient": lambda on: backward(ones(4, 5), ones(4, 6, on=on), ones(5, 6)),
+    "weight of a gradient": lambda on: backward(ones(4, 5), ones(4, 6), ones(5, 6, on=on)),
+    "saved of a gradient": lambda on: backward(ones(4, 5), ones(4, 6), ones(5, 6), ones(4, 5, on=on)),
 }  # fmt: skip
 MISSHAPEN: dict[str, Callable[[], object]] = {
     "gradient": lambda: sgd(ones(500), ones(501), fp32(500), fp32(500)),
@@ -509,6 +616,13 @@ MISSHAPEN: dict[str, Callable[[], object]] = {
     "input": lambda: product(ones(40, 60), ones(60, 50), ones(39, 50)),
     "dtype of b": lambda: product(ones(40, 60), fp32(60, 50)),
     "saved": lambda: OPS.copy_pad(ones(40, 60), ones(39, 60), "relu", True, 40),
+    "padded b": lambda: padded(ones(40, 60), ones(59, 50)),
+    "padded input": lambda: padded(ones(40, 60), ones(60, 50), ones(39, 50)),
+    "padded dtype of b": lambda: padded(ones(40, 60), fp32(60, 50)),
+    "x of a gradient": lambda: backward(ones(40, 50), ones(39, 60), ones(50, 60)),
+    "weight of a gradient": lambda: backward(ones(40, 50), ones(40, 60), ones(49, 60)),
+    "inputs of a gradient": lambda: backward(ones(40, 50), ones(40, 60), ones(50, 61)),
+    "saved of a gradient": lambda: backward(ones(40, 50), ones(40, 60), ones(50, 60), ones(39, 50)),
 }  # fmt: skip
 
 
@@ -589,6 +703,18 @@ def test_a_capture_loads_and_waits_for_nothing(fake_gpus: Any, family: Any, prep
     with fake_gpus.capture():
         captured(optimizer)
     assert not any(map(torch.equal, before, optimizer.param_groups[0]["params"]))
+
+
+class Operators(TorchDispatchMode):
+    """Collects the names of operators that are called from Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
 
 
 class Arguments(TorchDispatchMode):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import amp_kernels
 from amp_kernels import testing, torch_private
+from amp_kernels.ops import matmul as operators
 from amp_kernels.testing import matmul as cases
 
 OPS = torch.ops.amp_kernels
@@ -266,13 +266,13 @@ def test_the_derivative_is_of_this_gelu(
 def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], bool]]:
     """The shape of each product that an autograd function makes, and whether an activation's argument is kept."""
     made: list[tuple[tuple[int, ...], bool]] = []
-    multiply = FAMILY._multiply
+    multiply = operators.multiply
 
     def counting(engine: str, a: Tensor, b: Tensor, *rest: Any, **options: Any) -> Any:
         made.append(((a.shape[-2], b.shape[-1]), options.get("needs_pre", False)))
         return multiply(engine, a, b, *rest, **options)
 
-    monkeypatch.setattr(FAMILY, "_multiply", counting)
+    monkeypatch.setattr(operators, "multiply", counting)
     return made
 
 
@@ -309,7 +309,49 @@ def samples() -> list[Any]:
         pytest.param("copy_pad", (a, randn(4, 6, seed=3), "gelu_tanh", True, 4), id="derivative-and-sums"),
         pytest.param("copy_pad", (randn(4, 8), None, None, True, 4), id="sums-of-what-is-aligned"),
         pytest.param("copy_pad", (randn(0, 6), None, None, True, 8), id="nothing"),
+        *padded_samples(),
     ]
+
+
+def padded_samples() -> Iterator[Any]:
+    """Products of torch, with operands of every layout, some of which are padded."""
+    low = torch.float16
+    x, weight, bias = randn(18, 21), randn(20, 21, seed=1), randn(20, seed=2)
+    term, fine = bias.expand(18, 20), (randn(24, 40), randn(40, 16, seed=1))
+    for name, operands, input, activation, needs_pre, most in (
+        ("mm", (x, weight.t()), None, None, False, 0),
+        ("small", (x, weight.t()), None, None, False, 18 * 20 * 21),
+        ("few", (x[:16], weight.t()), None, None, False, 0),
+        ("no-rows", (x[:0], weight.t()), None, None, False, 0),
+        ("nothing-to-sum", (x[:, :0], weight[:, :0].t()), term, "relu", False, 0),
+        ("bias", (x, weight.t()), term, None, False, 0),
+        ("row-of-one", (x[:1], weight.t()), bias[None], "relu", False, 0),
+        ("relu", (x, weight.t()), term, "relu", False, 0),
+        ("relu-no-bias", (x, weight.t()), None, "relu", False, 0),
+        ("gelu", (x, weight.t()), term, "gelu", True, 0),
+        ("gelu_tanh", (x, weight.t()), term, "gelu_tanh", False, 0),
+        ("gelu_tanh-kept", (x, weight.t()), term, "gelu_tanh", True, 0),
+        ("aligned", fine, randn(16, seed=3).expand(24, 16), "relu", False, 0),
+        ("columns", (randn(21, 18).t(), randn(21, 20)), None, None, False, 0),
+        ("batches", (randn(2, 18, 21), randn(2, 20, 21).mT), None, None, False, 0),
+        ("term", (x, weight.t()), randn(18, 20), None, False, 0),
+    ):
+        factors = (1.0, 1.0, activation, low, True, needs_pre, most, 0)
+        yield pytest.param("padded_matmul", (*operands, input, *factors), id=f"padded-{name}")
+    yield pytest.param(
+        "padded_matmul", (x, weight.t(), randn(18, 20), 2.0, 0.5, None, low, True, False, 0, 0), id="padded-factors"
+    )
+    for name, saved, activation, needs in (
+        ("linear", None, None, (True, True, True)),
+        ("no-bias", None, None, (True, True, False)),
+        ("weight-alone", None, None, (False, True, False)),
+        ("x-alone", None, None, (True, False, False)),
+        ("relu", randn(18, 20), "relu", (True, True, True)),
+        ("gelu", randn(18, 20), "gelu", (True, True, False)),
+    ):
+        for kind, operands in (("padded", (F.pad(x, (0, 3)), F.pad(weight, (0, 3, 0, 4)))), ("odd", (x, weight))):
+            arguments = (randn(18, 20, seed=4), *operands, saved, activation, *needs, 21, 0)
+            yield pytest.param("padded_linear_backward", arguments, id=f"{kind}-backward-{name}")
 
 
 @pytest.mark.parametrize(("op", "arguments"), samples())
@@ -487,7 +529,7 @@ def test_pad_to_multiple() -> None:
 def test_what_can_be_loaded_16_bytes_at_a_time(view: Callable[[], Tensor], expected: bool) -> None:
     x = view()
     memory = torch.empty(x.untyped_storage().nbytes() // x.element_size(), dtype=torch.float16)
-    assert FAMILY.is_aligned(memory.as_strided(x.shape, x.stride(), x.storage_offset())) is expected
+    assert operators.is_aligned(memory.as_strided(x.shape, x.stride(), x.storage_offset())) is expected
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -509,25 +551,25 @@ def test_odd_operands_are_padded_on_a_gpu() -> None:
     with FakeTensorMode():
         x, weight = (torch.empty(s, dtype=torch.float16, device="cuda") for s in ((1024, 1023), (50257, 1023)))
         assert FAMILY.engine_of("linear", x.dtype, "cuda") == "cublas"
-        assert FAMILY.copies_of("cublas", x, weight.t()) == sizes
-        assert FAMILY.copies_of("cuda", x, weight.t()) == ((1024, 1023), (1023, 50257))
-        assert FAMILY.copies_of("triton", x.narrow(0, 0, 17), weight.t()) == ((17, 1024), (1024, 50264))
-        assert FAMILY.copies_of("reference", x, weight.t()) == (None, None)
-        assert FAMILY.copies_of("cublas", x.narrow(0, 0, 8), weight.t()) == (None, None)  # bound by the weight
+        assert operators.copies_of("cublas", x, weight.t()) == sizes
+        assert operators.copies_of("cuda", x, weight.t()) == ((1024, 1023), (1023, 50257))
+        assert operators.copies_of("triton", x.narrow(0, 0, 17), weight.t()) == ((17, 1024), (1024, 50264))
+        assert operators.copies_of("reference", x, weight.t()) == (None, None)
+        assert operators.copies_of("cublas", x.narrow(0, 0, 8), weight.t()) == (None, None)  # bound by the weight
         empty = x.narrow(1, 0, 0), weight.t().narrow(0, 0, 0)
-        assert FAMILY.copies_of("cublas", *empty) == (None, None)
+        assert operators.copies_of("cublas", *empty) == (None, None)
         assert amp_kernels.linear(x, weight, None, "gelu").shape == (1024, 50257)  # torch's
-        # Without a GPU autograd takes none of its tensors, not even fake ones.
-        out, *saved = FAMILY._linear_forward("cublas", sizes, x, weight, None, "gelu", is_training=True)
-        assert [t.stride() for t in (out, *saved)] == [(50264, 1), (50264, 1), (1024, 1), (1024, 1)]
-        assert [t.shape for t in saved[1:]] == [(1024, 1024), (50264, 1024)]
-        context = SimpleNamespace(
-            saved_tensors=(x, weight, None, *saved), needs_input_grad=(False, False, True, True, True, False),
-            engine="cublas", activation="gelu",
-        )  # fmt: skip
-        with torch.no_grad():
-            _, _, grad_x, grad_weight, grad_bias, _ = FAMILY._Linear.backward(context, out)
-        assert (grad_x.shape, grad_x.stride()) == (x.shape, (1024, 1)) and grad_bias.shape == (50257,)
+        # Without a GPU autograd takes none of its tensors, not even fake ones. So the operators are called.
+        arguments = (None, 1.0, 1.0, "gelu", x.dtype, True, True, operators.MIN_WORK, 0)
+        out, pre, left, right = operators.padded_matmul(x, weight.t(), *arguments)
+        assert out.stride() == pre.stride() == (50264, 1)
+        assert (left.shape, left.stride()) == (sizes[0], (1024, 1))
+        assert (right.shape, right.stride()) == (sizes[1], (1, 1024))
+        needs = (True, True, True)
+        grad_x, grad_weight, sums = operators.padded_linear_backward(
+            out, left, right.t(), pre, "gelu", *needs, 1023, operators.MIN_WORK
+        )
+        assert (grad_x.shape, grad_x.stride()) == (x.shape, (1024, 1)) and sums.shape == (50257,)
         assert grad_weight.is_contiguous() and grad_weight.shape == weight.shape  # as a parameter's gradient must be
 
 
@@ -546,9 +588,9 @@ def test_explain_refuses_the_backend_of_cpus_for_a_gpu() -> None:
 @pytest.mark.parametrize("rows", [1, 2])
 def test_cublas_gets_a_bias_for_one_row_too(rows: int) -> None:
     """Whose stride is not 0, unlike that of a row that is repeated."""
-    bias = FAMILY._bias_of(torch.arange(5.0).expand(rows, 5), torch.ones(3, 8))
+    bias = operators._bias_of(torch.arange(5.0).expand(rows, 5), torch.ones(3, 8))
     assert bias.tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
-    assert FAMILY._bias_of(torch.ones(2, 5), torch.ones(3, 8)) is None
+    assert operators._bias_of(torch.ones(2, 5), torch.ones(3, 8)) is None
 
 
 @pytest.mark.parametrize("activation", cases.ACTIVATIONS)
@@ -594,9 +636,9 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         return cases.activate(argument, "gelu_tanh" if use_gelu else "relu").to(a.dtype)
 
     monkeypatch.setattr(torch, "_addmm_activation", addmm_activation)
-    monkeypatch.setattr(FAMILY, "engine_of", lambda *_: FAMILY.LIBRARY)
-    monkeypatch.setattr(FAMILY, "MIN_WORK", 0)
-    monkeypatch.setattr(FAMILY, "FEW_ROWS", 0)
+    monkeypatch.setattr(FAMILY, "engine_of", lambda *_: operators.LIBRARY)
+    monkeypatch.setattr(operators, "MIN_WORK", 0)
+    monkeypatch.setattr(operators, "FEW_ROWS", 0)
     return calls
 
 
@@ -671,6 +713,6 @@ def test_inference_sees_every_write_to_a_weight(double: Any) -> None:
 @torch.no_grad()
 def test_a_weight_in_padded_storage_is_not_copied() -> None:
     layer = amp_kernels.nn.Linear(9, 5, dtype=torch.bfloat16)
-    assert not FAMILY.is_aligned(layer.weight)
+    assert not operators.is_aligned(layer.weight)
     layer.weight = torch.nn.Parameter(amp_kernels.pad_to_multiple(layer.weight.data))
-    assert FAMILY.is_aligned(layer.weight)
+    assert operators.is_aligned(layer.weight)

@@ -20,9 +20,10 @@ from torch.nn.utils import parametrizations
 import amp_kernels
 from amp_kernels import audit
 from amp_kernels.__main__ import main as amp_kernels_command
-from amp_kernels.functional.matmul import copies_of, engine_of
-from amp_kernels.functional.matmul import padded as padded_copy
+from amp_kernels.functional.matmul import engine_of
 from amp_kernels.nn import Linear, convert_linear_
+from amp_kernels.ops.matmul import copies_of
+from amp_kernels.ops.matmul import padded as padded_copy
 from amp_kernels.quantization import left_in_float, quantize_
 from amp_kernels.report import table
 

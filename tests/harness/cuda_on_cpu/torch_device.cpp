@@ -6,6 +6,7 @@
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/gelu.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/Allocator.h>
@@ -312,6 +313,15 @@ extern "C" AOTITorchError aoti_torch_create_device_guard(int32_t device, DeviceG
 
 extern "C" AOTITorchError aoti_torch_delete_device_guard(DeviceGuardHandle guard) {
   delete reinterpret_cast<c10::DeviceGuard*>(guard);
+  return AOTI_TORCH_SUCCESS;
+}
+
+extern "C" AOTITorchError aoti_torch_cuda__addmm_activation(AtenTensorHandle self, AtenTensorHandle a,
+                                                            AtenTensorHandle b, double beta, double alpha,
+                                                            int32_t use_gelu, AtenTensorHandle* result) {
+  const auto tensor = [](AtenTensorHandle handle) { return *reinterpret_cast<Tensor*>(handle); };
+  const Tensor sum = tensor(self).addmm(tensor(a), tensor(b), beta, alpha);
+  *result = reinterpret_cast<AtenTensorHandle>(new Tensor(use_gelu != 0 ? at::gelu(sum, "tanh") : sum.relu()));
   return AOTI_TORCH_SUCCESS;
 }
 
