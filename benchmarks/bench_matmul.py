@@ -20,6 +20,7 @@ from torch import Tensor
 
 import amp_kernels
 from amp_kernels.functional.matmul import Activation
+from amp_kernels.ops import matmul as ops
 from amp_kernels.testing.matmul import compare
 
 from .common import (
@@ -45,8 +46,8 @@ SIZES = {
     ),
     "cuda": (
         (1024, 1024, 1024), (4096, 4096, 4096), (8192, 8192, 8192), (4096, 4095, 4095), (4096, 4096, 4095),
-        (4096, 4095, 4096), (8192, 1023, 1023), (8192, 1024, 1023), (8192, 50257, 1024), (8192, 50257, 1023),
-        (1, 4096, 4096), (8, 4096, 4096), (16, 4095, 4095),
+        (4096, 4095, 4096), (1024, 1023, 1023), (4096, 1023, 1023), (8192, 1023, 1023), (8192, 1024, 1023),
+        (8192, 50257, 1024), (8192, 50257, 1023), (1, 4096, 4096), (8, 4096, 4096), (16, 4095, 4095),
     ),
 }  # fmt: skip
 
@@ -126,6 +127,20 @@ def contenders(data: Data, make: Callable[[Function], Job], args: argparse.Names
             raise RuntimeError("left out by --no-compile or --quick")
         return make(torch.compile(with_torch, dynamic=False))
 
+    def with_threshold(name: str, value: int) -> Job:
+        job = make(ours)
+
+        def run() -> object:
+            before = getattr(ops, name)
+            setattr(ops, name, value)
+            try:
+                return job.run()
+            finally:
+                setattr(ops, name, before)
+
+        return Job(run, job.check)
+
+    rows, inputs = data.x.shape
     plan = [
         ("amp_kernels.linear", lambda: make(ours)),
         ("torch linear", lambda: make(with_torch)),
@@ -133,6 +148,11 @@ def contenders(data: Data, make: Callable[[Function], Job], args: argparse.Names
         ("torch linear, compiled", compiled),
         ("fp32: torch linear", in_fp32),
     ]
+    # What the defaults in amp_kernels/ops/matmul.py leave to torch. These contenders decide whether they should.
+    if data.x.is_cuda and rows <= ops.FEW_ROWS:
+        plan.append(("amp_kernels.linear, odd rows", lambda: with_threshold("ODD_ROWS", ops.FEW_ROWS)))
+    elif data.x.is_cuda and rows * inputs * len(data.weight) <= ops.MIN_WORK:
+        plan.append(("amp_kernels.linear, padded", lambda: with_threshold("MIN_WORK", 0)))
     forced = on_other_backends("amp_kernels.linear", 8, data.x.device, make, ours, ["cuda"])
     return [*(Contender(name, "none", 8, build) for name, build in plan), *forced]
 

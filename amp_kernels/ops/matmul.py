@@ -49,12 +49,12 @@ FEW_ROWS = 16
 MULTIPLE = 8
 # Up to this much work (M * N * K) cuBLAS gets operands as they are. When Python made the copies, fp16 8192 x 1023 x
 # 1023 (2**33) took an H200 140 us without copies and 47 us with them, but the host 145 to 300 us. Now one C++ operator
-# makes them, which no GPU has measured yet: the contender "amp_kernels.linear, padded" in the rows "linear" of
+# makes them, which no GPU has measured yet. The contender "amp_kernels.linear, padded" in the rows "linear" of
 # benchmarks/bench_matmul.py will decide this number. About 2**30 is expected.
 MIN_WORK = 2**34
-# Products with up to this many rows, whose operands are not aligned, are left to this package's kernel for few rows. In
-# the row "linear" 16x4095x4095 of benchmarks/bench_matmul.py, the contender "amp_kernels.linear [cuda]" will decide
-# whether 0 becomes `FEW_ROWS`. 17 to 19 us are expected on an H200, where torch takes 37 us.
+# Products with up to this many rows, whose operands are not aligned, are left to this package's kernel for few rows.
+# The contender "amp_kernels.linear, odd rows" in the row "linear" 16x4095x4095 of benchmarks/bench_matmul.py will
+# decide whether 0 becomes `FEW_ROWS`. 17 to 19 us are expected on an H200, where torch takes 37 us.
 ODD_ROWS = 0
 # The activations that cuBLAS can apply itself, if there is a bias. With use_gelu, `_addmm_activation` of a CUDA tensor
 # computes the tanh form. For a CPU tensor it would compute the form with erf.
