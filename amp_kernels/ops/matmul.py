@@ -21,7 +21,7 @@ from torch import SymInt, Tensor
 
 from .. import reference, torch_private
 from .checks import check_is_dense
-from .library import Arguments, Kernels, call, define
+from .library import DEFINITIONS, Arguments, Kernels, call, define
 
 ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh")  # in the order of enum Activation, csrc/matmul.h
 DTYPES = (torch.float16, torch.bfloat16)
@@ -374,26 +374,34 @@ def multiply(
     activation: str | None = None,
     out_dtype: torch.dtype | None = None,
     needs_pre: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return ``activation(alpha * a @ b + beta * input)``, the argument of the activation, and the multiplied operands.
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return ``activation(alpha * a @ b + beta * input)``, the argument of the activation, and the padded operands.
 
-    Without `needs_pre` the argument has no meaning. The operands are `a` and `b`, or their padded copies. `input` may
-    also be a bias, which has one dimension.
+    Without `needs_pre` the argument has no meaning. None stands for an operand that was not copied. `input` may also be
+    a bias, which has one dimension.
     """
     if input is not None and input.dim() == 1:
         input = input.expand(a.shape[0], b.shape[1])
     arguments = (a, b, input, alpha, beta, activation, out_dtype or a.dtype)
     if engine == CPU or (engine == TRITON and a.is_cpu):  # Triton's interpreter
-        return *_multiply_on_cpu(*arguments), a, b
+        return *_multiply_on_cpu(*arguments), None, None
     if engine == LIBRARY:
-        out, pre, *copies = call(padded_matmul, *arguments, True, needs_pre, MIN_WORK, ODD_ROWS)
+        out, pre, *copies = _call(padded_matmul, *arguments, True, needs_pre, MIN_WORK, ODD_ROWS)
     elif engine == TRITON:
         out, pre, *copies = _multiply_by_torch(*arguments, True, needs_pre)
     else:
         copies = [padded(x, size) for x, size in zip((a, b), copies_of(engine, a, b), strict=True)]
         out, pre = matmul(*copies, *arguments[2:], engine == "cuda", needs_pre)
-    left, right = (copy if copy.numel() > 0 else x for copy, x in zip(copies, (a, b), strict=True))
+    left, right = (None if copy is x or copy.numel() == 0 else copy for copy, x in zip(copies, (a, b), strict=True))
     return out, pre, left, right
+
+
+def _call(op: Any, *arguments: Any) -> Any:
+    """Call an operator that calls torch. If it fails, Python repeats it, since C++ loses the type of torch's errors."""
+    try:
+        return call(op, *arguments)
+    except RuntimeError:  # for example torch.OutOfMemoryError
+        return DEFINITIONS[op].reference(*arguments)
 
 
 def _multiply_by_torch(
@@ -565,11 +573,11 @@ class _Linear(torch.autograd.Function):
         # A weight that needs padding is copied at every call. A copy from an earlier call could be outdated, because
         # some writes to a weight (`.data`, a CUDA graph, FSDP) change neither its version nor its address.
         needs_pre = activation in ("gelu", "gelu_tanh")
-        out, pre, *operands = multiply(engine, x, weight.t(), bias, activation=activation, needs_pre=needs_pre)
+        out, pre, *copies = multiply(engine, x, weight.t(), bias, activation=activation, needs_pre=needs_pre)
         ctx.engine, ctx.activation = engine, activation
         # The derivative of relu is computed from its result, the derivatives of the others from their argument.
         saved = None if activation is None else out if activation == "relu" else pre
-        ctx.save_for_backward(x, weight, bias, saved, *operands)
+        ctx.save_for_backward(x, weight, bias, saved, *copies)
         return out
 
     @staticmethod
@@ -578,9 +586,10 @@ class _Linear(torch.autograd.Function):
         _, needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         if torch.is_grad_enabled():  # this gradient will be differentiated
             return None, *_linear_backward_by_torch(ctx.engine, grad, x, weight, bias, ctx.activation), None
-        arguments = (grad, left, right.t(), saved, ctx.activation, needs_x, needs_weight, needs_bias, x.shape[1])
+        operands = x if left is None else left, weight if right is None else right.t()
+        arguments = (grad, *operands, saved, ctx.activation, needs_x, needs_weight, needs_bias, x.shape[1])
         if ctx.engine == LIBRARY:
-            grads = call(padded_linear_backward, *arguments, MIN_WORK)
+            grads = _call(padded_linear_backward, *arguments, MIN_WORK)
         else:
             copy = _derivative_on_cpu if ctx.engine == CPU else copy_pad
             grads = _linear_backward(copy, functools.partial(multiply, ctx.engine), *arguments)
@@ -591,7 +600,7 @@ class _Linear(torch.autograd.Function):
 
 def _linear_backward(
     copy: Callable[..., Any],
-    multiply: Callable[[Tensor, Tensor], Sequence[Tensor]],
+    multiply: Callable[..., Any],
     grad: Tensor,
     x: Tensor,
     weight: Tensor,

@@ -180,6 +180,19 @@ def test_few_odd_rows_can_go_to_the_kernel_for_few_rows(fake_gpus: Any, monkeypa
     assert launches_of(lambda: [amp_kernels.linear(*operands) for operands in (aligned, more)], fake_gpus) == {}
 
 
+@torch.no_grad()
+def test_errors_of_torch_keep_their_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C++ would lose it. The GPU has no memory for this product."""
+
+    def fails(*_: Any) -> None:
+        raise torch.OutOfMemoryError("there is no memory left")
+
+    x = torch.ones(2**20, 8, device="cuda", dtype=torch.bfloat16)
+    monkeypatch.setattr(torch, "mm", fails)
+    with pytest.raises(torch.OutOfMemoryError, match="there is no memory left"):
+        amp_kernels.linear(x, x, None, "relu")
+
+
 @pytest.mark.usefixtures("pads")
 def test_products_that_are_padded_obey_no_autocast() -> None:
     """The backward pass may run under another autocast than the forward pass."""

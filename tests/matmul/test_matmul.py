@@ -276,6 +276,19 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[tuple[int, ...], boo
     return made
 
 
+@pytest.mark.usefixtures("products")
+@pytest.mark.parametrize("activation", cases.ACTIVATIONS)
+def test_operands_are_saved_once(activation: Any) -> None:
+    """A hook for saved tensors, as one that compresses activations, would otherwise keep `x` twice."""
+    x, weight = randn(20, 9).requires_grad_(), randn(5, 9).requires_grad_()
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        amp_kernels.linear(x, weight, None, activation)
+    assert len(saved) == 2 + (activation is not None) and {t.data_ptr() for t in (x, weight)} <= {
+        t.data_ptr() for t in saved
+    }
+
+
 @pytest.mark.parametrize("needed", range(3))
 def test_only_what_is_needed_is_computed(needed: int, products: list[Any]) -> None:
     tensors = [randn(6, 9), randn(5, 9), randn(5)]
