@@ -177,7 +177,7 @@ def test_few_odd_rows_can_go_to_the_kernel_for_few_rows(fake_gpus: Any, monkeypa
     assert "few_rows_kernel" in launches_of(call, fake_gpus)
     torch.testing.assert_close(call().cpu(), expected.cpu())
     aligned, more = layer(odd=0, rows=16), layer(rows=17)
-    assert launches_of(lambda: [amp_kernels.linear(*operands) for operands in (aligned, more)], fake_gpus) == {}
+    assert launches_of(lambda: [amp_kernels.linear(*x, "relu") for x in (aligned, more)], fake_gpus) == {}
 
 
 @torch.no_grad()

@@ -365,6 +365,20 @@ def padded_samples() -> Iterator[Any]:
         for kind, operands in (("padded", (F.pad(x, (0, 3)), F.pad(weight, (0, 3, 0, 4)))), ("odd", (x, weight))):
             arguments = (randn(18, 20, seed=4), *operands, saved, activation, *needs, 21, 0)
             yield pytest.param("padded_linear_backward", arguments, id=f"{kind}-backward-{name}")
+    # The copy of a column-major x has 24 rows. With 8 outputs, neither operand of the second product is padded.
+    arguments = (
+        randn(18, 8, seed=4),
+        F.pad(x, (0, 3, 0, 6)),
+        F.pad(weight[:8], (0, 3)),
+        None,
+        None,
+        True,
+        True,
+        False,
+        21,
+        0,
+    )
+    yield pytest.param("padded_linear_backward", arguments, id="few-outputs-backward")
 
 
 @pytest.mark.parametrize(("op", "arguments"), samples())

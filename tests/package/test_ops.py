@@ -128,6 +128,8 @@ def test_a_backend_has_the_kernels_that_its_type_names(name: str) -> None:
 WITHOUT_TRITON = {
     "count_exponents_": lambda x: (None, ([x], *testing.exponents.results_for([x], x.device))),
     "matmul": lambda x: ((x, x), (x, x, None, 1.0, 0.0, None, F16, False, False)),
+    "padded_matmul": lambda x: ((x, x, x, x), (x, x, None, 1.0, 0.0, None, F16, False, False, 0, 0)),
+    "padded_linear_backward": lambda x: ((x, x, x), (x, x, x, None, None, True, True, False, 8, 0)),
 }
 
 
