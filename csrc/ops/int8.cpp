@@ -20,26 +20,6 @@ using MaybeTensor = std::optional<Tensor>;
 // How many products of codes int32 can surely sum: (2^31 - 1) / 128^2, rounded down.
 constexpr int64_t kMaxTerms = 131071;
 
-Dims sizes_of(const Tensor& tensor) {
-  const auto sizes = tensor.sizes();
-  return {sizes.begin(), sizes.end()};
-}
-
-// Returns uninitialized memory on the device of `beside`.
-Tensor new_tensor(const Dims& sizes, const Dims& strides, ScalarType dtype, const Tensor& beside) {
-  AtenTensorHandle handle = nullptr;
-  int32_t device = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(beside.get(), &device));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
-                                                  static_cast<int32_t>(dtype), device, beside.get_device_index(),
-                                                  &handle));
-  return Tensor(handle);
-}
-
-Tensor new_tensor(const Dims& sizes, ScalarType dtype, const Tensor& beside) {
-  return new_tensor(sizes, row_major(sizes), dtype, beside);
-}
-
 // Returns a copy of `from` in new memory, broadcast to `sizes`.
 Tensor copied(const Tensor& from, const Dims& sizes, const Dims& strides, ScalarType dtype) {
   const NoGrad guard;

@@ -49,16 +49,22 @@ Activation activation_of(const std::optional<std::string>& name) {
   return static_cast<Activation>(found - kNames.begin());
 }
 
-// Returns the first rows and columns of each matrix.
-Tensor narrowed(const Tensor& x, int64_t rows, int64_t columns) {
-  std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
-  const size_t last = sizes.size() - 1;
-  if (sizes[last - 1] == rows && sizes[last] == columns) return x;
-  sizes[last - 1] = rows, sizes[last] = columns;
+// Returns a view of x that begins where x does. The dispatcher would take longer for it.
+Tensor view_of(const Tensor& x, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides) {
   AtenTensorHandle view = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(x.get(), static_cast<int64_t>(sizes.size()), sizes.data(),
-                                                        x.strides().data(), 0, &view));
+                                                        strides.data(), 0, &view));
   return Tensor(view);
+}
+
+std::vector<int64_t> strides_of(const Tensor& x) { return {x.strides().begin(), x.strides().end()}; }
+
+// Returns the first rows and columns of each matrix.
+Tensor narrowed(const Tensor& x, int64_t rows, int64_t columns) {
+  std::vector<int64_t> sizes = sizes_of(x);
+  const size_t last = sizes.size() - 1;
+  sizes[last - 1] = rows, sizes[last] = columns;
+  return sizes == sizes_of(x) ? x : view_of(x, sizes, strides_of(x));
 }
 
 // Returns a new matrix, or batch of matrices, of these sizes. If `pads_rows` is true, its rows begin at multiples of 16
@@ -66,11 +72,11 @@ Tensor narrowed(const Tensor& x, int64_t rows, int64_t columns) {
 Tensor new_result(const Tensor& like, std::vector<int64_t> sizes, ScalarType dtype, bool pads_rows) {
   const int64_t rows = sizes[sizes.size() - 2], columns = sizes.back();
   if (pads_rows) sizes.back() = padded(columns, dtype);
-  return narrowed(torch::stable::new_empty(like, sizes, dtype), rows, columns);
+  return narrowed(new_tensor(sizes, dtype, like), rows, columns);
 }
 
 // Returns a new tensor without elements, which stands for a result that was not asked for.
-Tensor nothing(const Tensor& like, ScalarType dtype) { return torch::stable::new_empty(like, {0}, dtype); }
+Tensor nothing(const Tensor& like, ScalarType dtype) { return new_tensor({0}, dtype, like); }
 
 // Writes the strides of an operand over batch, rows and columns. For a single matrix the stride over the batch is 0.
 void put_strides(const Operand& operand, int64_t (&strides)[3]) {
@@ -148,19 +154,20 @@ std::tuple<Tensor, Tensor> copy_pad(Tensor x, std::optional<Tensor> saved, std::
   args.rows = values.sizes[0];
   args.columns = values.sizes[1];
   args.pitch = padded(args.columns, x.scalar_type());
-  Tensor out = torch::stable::new_empty(x, {rows, args.pitch});
+  Tensor out = new_tensor({rows, args.pitch}, x.scalar_type(), x);
   if (rows > args.rows) {
     Tensor rest = torch::stable::narrow(out, 0, args.rows, rows - args.rows);
     torch::stable::zero_(rest);
   }
-  Tensor sums = torch::stable::new_empty(x, {needs_sums ? args.columns : 0}, ScalarType::Float);
+  Tensor sums = new_tensor({needs_sums ? args.columns : 0}, ScalarType::Float, x);
   if (values.numel == 0) return {out, torch::stable::zero_(sums)};
   args.x = x.data_ptr();
   std::copy(values.strides, values.strides + 2, args.x_strides);
   args.out = out.data_ptr();
   args.bias_grad = needs_sums ? data<float>(sums) : nullptr;
   args.dtype = values.code();
-  const Tensor workspace = workspace_beside(x, copy_pad_workspace(args));
+  const int64_t bytes = copy_pad_workspace(args);
+  const Tensor workspace = bytes == 0 ? sums : workspace_beside(x, bytes);
   launch_copy_pad(args, workspace.data_ptr(), current_stream(x));
   return {out, sums};
 }
@@ -171,7 +178,11 @@ constexpr int64_t kMultiple = 8, kFewRows = 16;
 
 int64_t rounded_up(int64_t n) { return (n + kMultiple - 1) / kMultiple * kMultiple; }
 
-Tensor transposed(const Tensor& x) { return torch::stable::transpose(x, -2, -1); }
+Tensor transposed(const Tensor& x) {
+  std::vector<int64_t> sizes = sizes_of(x), strides = strides_of(x);
+  std::swap(sizes.end()[-1], sizes.end()[-2]), std::swap(strides.end()[-1], strides.end()[-2]);
+  return view_of(x, sizes, strides);
+}
 
 bool is_column_major(const Tensor& x) { return x.stride(x.dim() - 2) == 1 && x.stride(x.dim() - 1) != 1; }
 
@@ -207,9 +218,9 @@ std::pair<Tensor, Tensor> pad(Tensor& a, Tensor& b, int64_t min_work) {
 
 // Multiplies by operators with an argument `out`, to which autocast does not apply.
 Tensor multiply_by_torch(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias = {}) {
-  std::vector<int64_t> sizes(a.sizes().begin(), a.sizes().end());
+  std::vector<int64_t> sizes = sizes_of(a);
   sizes.back() = b.size(b.dim() - 1);
-  const Tensor out = torch::stable::new_empty(a, sizes);
+  const Tensor out = new_tensor(sizes, a.scalar_type(), a);
   if (bias.has_value()) return call<Tensor>({"aten::linear", "out"}, a, transposed(b), bias, out);
   return call<Tensor>({a.dim() == 2 ? "aten::mm" : "aten::bmm", "out"}, a, b, out);
 }
@@ -243,8 +254,8 @@ Products padded_matmul(Tensor a, Tensor b, std::optional<Tensor> input, double a
   std::optional<Tensor> bias;
   if (input.has_value()) {
     const int64_t columns = b.size(1);
-    const Tensor row = torch::stable::narrow(*input, 0, 0, 1);
-    bias = torch::stable::reshape(columns == n ? row : copied(row, 1, columns), {columns});
+    const Tensor row = narrowed(*input, 1, n);
+    bias = view_of(columns == n ? row : copied(row, 1, columns), {columns}, {columns == n ? row.stride(1) : 1});
   }
   if (bias.has_value() && !needs_pre && (applied == kRelu || applied == kGeluTanh)) {
     // cuBLAS applies the activation: see `_multiply_by_torch` in amp_kernels/ops/matmul.py.
@@ -268,7 +279,7 @@ std::tuple<Tensor, Tensor, Tensor> padded_linear_backward(Tensor grad, Tensor x,
                                                           bool needs_weight, bool needs_bias, int64_t inner,
                                                           int64_t min_work) {
   const Operand values = operand_of_16_bits(grad), left = operand_like(x, values), right = operand_like(weight, values);
-  require(values.dims == 2 && left.dims == 2 && right.dims == 2 && left.sizes[0] >= values.sizes[0]);
+  require(values.dims == 2 && left.dims == 2 && right.dims == 2);
   require(left.sizes[1] == right.sizes[1] && right.sizes[0] >= values.sizes[1] && inner <= left.sizes[1]);
   const int64_t rows = values.sizes[0], columns = values.sizes[1];
   const Guard guard(grad.get_device_index());

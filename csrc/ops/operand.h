@@ -127,6 +127,30 @@ inline void require_scalar(const std::optional<Tensor>& scalar, const Operand& b
   require(operand.is_fp32() && operand.numel == 1 && operand.is_beside(beside));
 }
 
+// Returns uninitialized memory on the device of `beside`.
+inline Tensor new_tensor(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides,
+                         torch::headeronly::ScalarType dtype, const Tensor& beside) {
+  AtenTensorHandle handle = nullptr;
+  int32_t device = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(beside.get(), &device));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
+                                                  static_cast<int32_t>(dtype), device, beside.get_device_index(),
+                                                  &handle));
+  return Tensor(handle);
+}
+
+// Returns new contiguous memory on the device of `beside`.
+inline Tensor new_tensor(const std::vector<int64_t>& sizes, torch::headeronly::ScalarType dtype, const Tensor& beside) {
+  std::vector<int64_t> strides(sizes.size(), 1);
+  for (size_t d = sizes.size(); d > 1; --d) strides[d - 2] = strides[d - 1] * std::max<int64_t>(sizes[d - 1], 1);
+  return new_tensor(sizes, strides, dtype, beside);
+}
+
+inline std::vector<int64_t> sizes_of(const Tensor& tensor) {
+  const auto sizes = tensor.sizes();
+  return {sizes.begin(), sizes.end()};
+}
+
 // Turns autograd off while an operator of this library calls operators of torch.
 class NoGrad {
  public:

@@ -28,6 +28,7 @@ from amp_kernels.ops.library import DEFINITIONS
 from amp_kernels.testing import verify
 from amp_kernels.testing.common import DTYPES
 from amp_kernels.testing.exponents import results_for
+from amp_kernels.testing.matmul import compare, exact
 from amp_kernels.testing.updates import UPDATES
 
 OPS = torch.ops.amp_kernels
@@ -178,6 +179,18 @@ def test_few_odd_rows_can_go_to_the_kernel_for_few_rows(fake_gpus: Any, monkeypa
     torch.testing.assert_close(call().cpu(), expected.cpu())
     aligned, more = layer(odd=0, rows=16), layer(rows=17)
     assert launches_of(lambda: [amp_kernels.linear(*x, "relu") for x in (aligned, more)], fake_gpus) == {}
+
+
+@pytest.mark.usefixtures("pads")
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
+def test_the_gelu_of_a_padded_product(activation: Any, needs_grad: bool) -> None:
+    """Between -4 and -2 both forms differ by more than fp16's rounding."""
+    x = torch.linspace(-4, -2, 24).half()[:, None]
+    one, zero = (make(1, 1).half().to("cuda").requires_grad_(needs_grad) for make in (torch.ones, torch.zeros))
+    true = exact(x.double(), activation)
+    y = amp_kernels.linear(x.to("cuda"), one, zero[0], activation).detach().cpu()
+    assert compare("", y, true.half(), true).passed
 
 
 @torch.no_grad()
