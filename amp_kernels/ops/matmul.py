@@ -614,7 +614,8 @@ def _linear_backward(
     """Return what `padded_linear_backward` returns. `copy` has the arguments and the results of `copy_pad`."""
     (rows, columns), (grad_x, grad_weight) = grad.shape, (grad.new_empty(0) for _ in range(2))
     sums = grad.new_empty(0, dtype=torch.float32)
-    if saved is not None or needs_bias or grad.shape != (len(x), len(weight)) or not is_aligned(grad):
+    # On a CPU `copy` is always called, because torch.compile cannot trace `is_aligned`.
+    if saved is not None or needs_bias or grad.is_cpu or grad.shape != (len(x), len(weight)) or not is_aligned(grad):
         # One pass applies the derivative, sums the bias's gradient, and pads. The copy of a column-major `x` may have
         # more rows than `grad`.
         grad, sums = copy(grad, saved, activation, needs_bias, len(x))

@@ -235,7 +235,7 @@ CHOSEN_BY = {
         ("int8_matmul", "int8_conv2d"),
         "kTritonProducts in csrc/ops/int8.cpp, _prefers_triton in amp_kernels/ops/int8.py",
     ),
-    "linear": "MIN_WORK and ODD_ROWS in amp_kernels/ops/matmul.py, engine_of in functional/matmul.py",
+    "linear": "engine_of in amp_kernels/functional/matmul.py, MIN_WORK and ODD_ROWS in amp_kernels/ops/matmul.py",
     "quantize_int8": "automatic in amp_kernels/backends.py",
 }
 AS_FAST = 1.05  # a default that takes at most so many times the time of the fastest is kept

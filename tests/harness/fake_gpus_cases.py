@@ -149,6 +149,14 @@ def test_launches_of_a_padded_linear(fake_gpus: Any, with_bias: bool) -> None:
 
 
 @pytest.mark.usefixtures("pads")
+@torch.no_grad()
+def test_an_operand_at_an_odd_address_is_copied(fake_gpus: Any) -> None:
+    x, weight, bias = layer(odd=0)
+    x = torch.cat([x.flatten()[:1], x.flatten()])[1:].view(24, 40)
+    assert launches_of(lambda: amp_kernels.linear(x, weight, bias), fake_gpus) == {"copy_pad_kernel": 1}
+
+
+@pytest.mark.usefixtures("pads")
 def test_launches_of_a_padded_backward_pass(fake_gpus: Any) -> None:
     """The gradient is read once, for its padded copy and for the bias, and multiplied twice."""
     leaves = [tensor.requires_grad_() for tensor in layer()]

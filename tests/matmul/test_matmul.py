@@ -345,7 +345,6 @@ def padded_samples() -> Iterator[Any]:
         ("gelu_tanh", (x, weight.t()), term, "gelu_tanh", False, 0),
         ("gelu_tanh-kept", (x, weight.t()), term, "gelu_tanh", True, 0),
         ("aligned", fine, randn(16, seed=3).expand(24, 16), "relu", False, 0),
-        ("odd-offset", (randn(24, 48)[:, 1:41], fine[1]), None, None, False, 0),
         ("columns", (randn(21, 18).t(), randn(21, 20)), None, None, False, 0),
         ("batches", (randn(2, 18, 21), randn(2, 20, 21).mT), None, None, False, 0),
         ("term", (x, weight.t()), randn(18, 20), None, False, 0),
