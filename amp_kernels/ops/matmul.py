@@ -383,8 +383,14 @@ def multiply(
     if input is not None and input.dim() == 1:
         input = input.expand(a.shape[0], b.shape[1])
     arguments = (a, b, input, alpha, beta, activation, out_dtype or a.dtype)
-    if engine == CPU or (engine == TRITON and a.is_cpu):  # Triton's interpreter
+    if engine == CPU:
         return *_multiply_on_cpu(*arguments), None, None
+    if engine == TRITON and a.is_cpu:  # Triton's interpreter pads, and the CPU multiplies
+        wide_a, wide_b = (padded(x, size) for x, size in zip((a, b), copies_of(engine, a, b), strict=True))
+        term = None if input is None else _widened(input, (*wide_a.shape[:-1], wide_b.shape[-1]))
+        out, pre = _multiply_on_cpu(wide_a, wide_b, term, *arguments[3:])
+        size = (a.shape[-2], b.shape[-1])
+        return _narrowed(out, size), _narrowed(pre, size), None, None
     if engine == LIBRARY:
         out, pre, *copies = _call(padded_matmul, *arguments, True, needs_pre, MIN_WORK, ODD_ROWS)
     elif engine == TRITON:

@@ -280,7 +280,8 @@ std::tuple<Tensor, Tensor, Tensor> padded_linear_backward(Tensor grad, Tensor x,
                                                           int64_t min_work) {
   const Operand values = operand_of_16_bits(grad), left = operand_like(x, values), right = operand_like(weight, values);
   require(values.dims == 2 && left.dims == 2 && right.dims == 2);
-  require(left.sizes[1] == right.sizes[1] && right.sizes[0] >= values.sizes[1] && inner <= left.sizes[1]);
+  require(left.sizes[1] == right.sizes[1] && right.sizes[0] >= values.sizes[1] &&
+          right.sizes[0] <= padded(values.sizes[1], grad.scalar_type()) && inner >= 0 && inner <= left.sizes[1]);
   const int64_t rows = values.sizes[0], columns = values.sizes[1];
   const Guard guard(grad.get_device_index());
   const NoGrad no_grad;
