@@ -8,6 +8,14 @@ import importlib.metadata
 import importlib.util
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+
+from . import torch_private
 
 _PACKAGE = Path(__file__).parent
 _REBUILD = "rebuild it with `pip install --no-build-isolation .`"
@@ -60,6 +68,29 @@ def import_extra(op: str, module: str, extra: str) -> ModuleType:
     except ImportError as error:
         package = module.partition(".")[0]
         raise ImportError(f"{op}: {package} must be installed; run pip install 'amp-kernels[{extra}]'") from error
+
+
+@functools.cache
+def reader() -> tuple[Any, tuple[Any, ...]] | None:
+    """Return amp_kernels._C, and the functions and types of torch with which it reads tensors from Python objects.
+
+    Return None if _C cannot be loaded or cannot read tensors, for example because torch 2.10 has no DLPack functions.
+    """
+    api = torch_private.tensor_exchange_api()
+    if api is None or not load():
+        return None
+    ones = torch.ones(4, device="cpu")  # C++ takes the C functions of its methods
+    torchs = (api, Tensor, Parameter, ones.is_neg, ones.is_inference, DTensor, *torch_private.dtensor_attributes())
+    compiled: Any = importlib.import_module("amp_kernels._C")
+    try:
+        compiled.sweep([], [], [], (), (1, 0), 0, 0, 0, torchs)
+        compiled.same([], [], {}, [], [])
+        _ = compiled.make_step, compiled.step, compiled.gradient_pass, compiled.update
+    except (AttributeError, TypeError, ValueError, NotImplementedError):  # `_C` or `api` is of another version
+        return None
+    clone = torch_private.lazy_clone(ones)
+    compiled.gradient_pass(torchs, [clone], None, torch.zeros((), device="cpu"), None, False)
+    return None if torch_private.is_lazy_clone(clone) else (compiled, torchs)
 
 
 @functools.cache

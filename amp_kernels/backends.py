@@ -179,7 +179,7 @@ def automatic(device: torch.device) -> str:
 
 @functools.cache
 def kernels(backend: str) -> Kernels | None:
-    """Return the kernels of a step plan. Return None for the reference, which reads lists of tensors and no table."""
+    """Return the kernels that read a table. Return None for the reference, which reads lists of tensors."""
     if backend == "reference":
         return None
     if backend == "triton":

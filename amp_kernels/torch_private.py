@@ -11,12 +11,39 @@ from torch.autograd import forward_ad
 from torch.utils import _python_dispatch
 
 
+def _watches() -> bool:
+    return True
+
+
+# What tells whether something in torch watches the calls of operators.
+_is_transforming = getattr(torch._C, "_are_functorch_transforms_active", _watches)
+_has_modes = getattr(torch._C, "_len_torch_dispatch_stack", _watches)
+_has_function_modes = getattr(torch._C, "_len_torch_function_stack", _watches)
+_is_tracing = getattr(torch._C, "_is_tracing", _watches)
+_is_profiling = getattr(torch.autograd, "_profiler_enabled", _watches)
+
+
 def tensor_exchange_api() -> Any:
     """Return the capsule of DLPack's C functions, with which C++ reads tensors in a step (optim/_sweep.py).
 
     If torch has none, the answer is None. The step then reads tensors in Python, which takes twelve times as long.
     """
     return getattr(Tensor, "__dlpack_c_exchange_api__", None)
+
+
+def lazy_clone(tensor: Tensor) -> Tensor:
+    """Return a clone that shares the memory of `tensor` until one of the two is written.
+
+    A torch without this function makes no such clones. The answer is then an ordinary clone.
+    """
+    clone: Tensor = getattr(torch, "_lazy_clone", torch.clone)(tensor)
+    return clone
+
+
+def is_lazy_clone(tensor: Tensor) -> bool:
+    """Return whether a tensor still shares its memory as a lazy clone. If torch cannot tell, the answer is False."""
+    ask = getattr(torch._C, "_is_cow_tensor", None)
+    return ask is not None and bool(ask(tensor))
 
 
 def dtensor_attributes() -> tuple[str, str]:
@@ -34,7 +61,19 @@ def dispatch_mode_count() -> Callable[[], int] | None:
     `use_backend` and the modes that make fake tensors are such modes. If torch has no function for it, the answer is
     None. Every step is then taken in Python.
     """
-    return getattr(torch._C, "_len_torch_dispatch_stack", None)
+    return None if _has_modes is _watches else _has_modes
+
+
+def is_watched() -> bool:
+    """Return whether something in torch has to see the calls of operators. Otherwise C++ can do their work directly.
+
+    It is so while torch compiles or traces, inside transforms and modes, and under the profiler. If torch cannot tell,
+    the answer is True.
+    """
+    if torch.compiler.is_compiling():  # first, because dynamo cannot trace the other functions
+        return True
+    is_in_mode = _has_modes() or _has_function_modes() or _is_transforming()
+    return bool(is_in_mode or _is_tracing() or _is_profiling())
 
 
 def are_functorch_transforms_active() -> bool:

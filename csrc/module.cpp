@@ -1,5 +1,6 @@
 // The module amp_kernels._C. When it is imported, static initializers in csrc/ops register the operators with torch's
 // dispatcher. The functions of the module itself take Python objects.
+#include "ops/lists.h"
 #include "ops/step.h"
 #include "ops/sweep.h"
 #ifdef USE_CUDA
@@ -30,6 +31,8 @@ PyMODINIT_FUNC PyInit__C(void) {
       {"sweep", sweep, METH_VARARGS, nullptr},
       {"apart", apart, METH_VARARGS, nullptr},
       {"same", same, METH_VARARGS, nullptr},
+      {"gradient_pass", gradient_pass, METH_VARARGS, nullptr},
+      {"update", update, METH_VARARGS, nullptr},
       {"make_step", make_step, METH_VARARGS, nullptr},
       {"step", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(step)), METH_FASTCALL, nullptr},
 #ifdef USE_CUDA

@@ -17,6 +17,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 #if defined(__CUDACC__) || defined(AMP_KERNELS_CUDA_ON_CPU)
 #define AMP_KERNELS_HD __host__ __device__ __forceinline__  // for code that CPU and GPU kernels share
@@ -47,16 +48,29 @@ constexpr int64_t kLeastLean = 4096;  // tensors with fewer elements have fp32 s
 constexpr int kHyperColumns = 8;
 
 struct Table {
-  const int64_t* data;
+  const int64_t* data;  // in the memory of the device, or in the arguments of the kernel
   int64_t tensors;
   // [chunk_count, 2] entries. In an optimizer, an empty tensor has a chunk too, so that its updates are counted.
   const int32_t* chunks;
   int64_t chunk_count;
   // In elements: at most 65536. It is a multiple of 128, so that each chunk has the same alignment as its tensor.
   int64_t chunk_size;
+  // The number of a row with fp64 factors, or 0 if the table has none. The squares of a tensor count in the norm as
+  // often as its factor says. For example, if ranks hold copies of a shard, each of them counts a part of its squares.
+  int32_t squares = 0;
 
   AMP_KERNELS_HD int64_t at(int row, int64_t tensor) const { return data[row * tensors + tensor]; }
 };
+
+// Returns the sum of squares of a chunk, multiplied by the factor of its tensor. Factors are above 0 and at most 1, so
+// the result is finite exactly if the sum is.
+AMP_KERNELS_HD double counted(double sum, const Table& table, int64_t tensor) {
+  if (table.squares == 0) return sum;
+  const int64_t bits = table.at(table.squares, tensor);
+  double factor;
+  std::memcpy(&factor, &bits, sizeof(factor));
+  return sum * factor;
+}
 
 // One chunk: elements [begin, begin + size) of a tensor.
 struct Chunk {

@@ -135,7 +135,7 @@ def _finish_pass(chunks_ptr, n_chunks, factor, partials_ptr, found_inf_ptr, norm
         tl.store(found_inf_ptr, 1.0)
 
 
-@triton.jit(do_not_specialize=list(range(12)))
+@triton.jit(do_not_specialize=list(range(13)))
 def _unscale_kernel(
     table_ptr,  # int64 [rows, n_tensors]
     chunks_ptr,  # int32 [n_chunks, 2]
@@ -149,6 +149,7 @@ def _unscale_kernel(
     found_inf_ptr,  # fp32 scalar
     norm_ptr,  # fp32 scalar
     record_ptr,  # int64 [4]: ticket, passes, pass and tensor of the last overflow
+    squares: tl.int32,  # number of the row of factors of the squares; 0: there is none (csrc/table.h)
     WRITE: tl.constexpr,
 ):
     factor = optional_scalar(scale, 1.0)
@@ -167,6 +168,9 @@ def _unscale_kernel(
                 total = _sum_of_squares(grad + begin * 2, n, factor, WRITE, FP16)
             else:
                 total = _sum_of_squares(grad + begin * 2, n, factor, WRITE, BF16)
+        if squares != 0:
+            bits = tl.load(table_ptr + squares.to(tl.int64) * n_tensors + tensor)
+            total *= bits.to(tl.float64, bitcast=True)
         tl.store(partials_ptr + chunk, total)
     if is_last(record_ptr):
         _finish_pass(chunks_ptr, n_chunks, factor, partials_ptr, found_inf_ptr, norm_ptr, record_ptr, clear)
@@ -188,6 +192,7 @@ def _unscale_table_(
     found_inf: torch.Tensor,
     norm: torch.Tensor,
     record: torch.Tensor,
+    squares: int = 0,
 ) -> None:
     n_chunks = chunks.shape[0]
     launch(
@@ -205,6 +210,7 @@ def _unscale_table_(
         found_inf,
         norm,
         record,
+        squares,
         **_options(write),
     )
 
@@ -218,4 +224,4 @@ def _load_unscale(beside: torch.Tensor) -> int:
 def _load(device: torch.device) -> None:
     fp32, fp64, int32, int64 = torch.float32, torch.float64, torch.int32, torch.int64
     for write in (False, True):
-        load(_unscale_kernel, device, int64, int32, 0, 0, 0, 0, 0, 0, fp64, fp32, fp32, int64, **_options(write))
+        load(_unscale_kernel, device, int64, int32, 0, 0, 0, 0, 0, 0, fp64, fp32, fp32, int64, 0, **_options(write))

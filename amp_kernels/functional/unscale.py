@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ..ops import unscale as ops
-from ..ops.checks import as_list, check_are_tensors, check_scalar
+from ..ops.checks import as_list, check_are_tensors, check_scalar, to_list
 from ..ops.library import call, note_written
+from ..ops.lists import norm_in_one_call, pass_in_one_call
 from ..ops.table import DTYPE_CODES
 
 
@@ -40,11 +41,13 @@ def unscale_(grads: Sequence[Tensor], *, inv_scale: Tensor, found_inf: Tensor) -
         >>> grads, found_inf
         ([tensor([1., 2.]), tensor([inf])], tensor(1.))
     """
-    grads = as_list("unscale_", "grads", grads)
-    check_are_tensors("unscale_", inv_scale=inv_scale, found_inf=found_inf)
-    check_scalar("unscale_", "inv_scale", inv_scale)
-    check_scalar("unscale_", "found_inf", found_inf)
-    _on_each_device(ops.unscale_, grads, inv_scale, found_inf)
+    grads = to_list("unscale_", "grads", grads)
+    if inv_scale is None or not pass_in_one_call(grads, inv_scale, found_inf, None, write=True):
+        check_are_tensors("unscale_", inv_scale=inv_scale, found_inf=found_inf)
+        grads = as_list("unscale_", "grads", grads)
+        check_scalar("unscale_", "inv_scale", inv_scale)
+        check_scalar("unscale_", "found_inf", found_inf)
+        _on_each_device(ops.unscale_, grads, inv_scale, found_inf)
     note_written(grads, [found_inf])
 
 
@@ -70,14 +73,15 @@ def grad_norm(grads: Sequence[Tensor], *, inv_scale: Tensor | None = None, found
         tensor(5.)
     """
     grads = as_list("grad_norm", "grads", grads)
-    check_scalar("grad_norm", "inv_scale", inv_scale)
-    check_scalar("grad_norm", "found_inf", found_inf)
-    norms = _on_each_device(ops.grad_norm, grads, inv_scale, found_inf)
+    norm = norm_in_one_call(grads, inv_scale, found_inf)
+    if norm is None:
+        check_scalar("grad_norm", "inv_scale", inv_scale)
+        check_scalar("grad_norm", "found_inf", found_inf)
+        norms = _on_each_device(ops.grad_norm, grads, inv_scale, found_inf)
+        norm = norms[0] if len(norms) == 1 else total_norm(norms) if norms else torch.zeros((), dtype=torch.float32)
     if found_inf is not None:
         note_written([found_inf])
-    if not norms:
-        return torch.zeros((), dtype=torch.float32)
-    return norms[0] if len(norms) == 1 else total_norm(norms)
+    return norm
 
 
 def to_device(scalar: Tensor, device: torch.device) -> Tensor:

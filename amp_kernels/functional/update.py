@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..families import ADAM, RMSPROP, SGD, Family
-from ..ops.checks import as_list
+from ..ops.checks import to_list
 from ..ops.library import call, note_written
+from ..ops.lists import refuse_negated, update_in_one_call
 from ..ops.update import update_
 
 
@@ -237,15 +239,19 @@ def update(
     """
     op = f"{family.name}_"
     params, grads, masters = (
-        as_list(op, name, tensors) for name, tensors in (("params", params), ("grads", grads), ("masters", masters))
+        to_list(op, name, tensors) for name, tensors in (("params", params), ("grads", grads), ("masters", masters))
     )
     given = [
-        None if state is None else as_list(op, f"{name}s", state)
+        None if state is None else to_list(op, f"{name}s", state)
         for name, state in zip(family.states, states, strict=True)
     ]
-    call(
-        update_, family.name, params, grads, *given, *[None] * (3 - len(given)), masters or None,
+    arguments = (
+        family.name, params, grads, *given, *[None] * (3 - len(given)), masters or None,
         list(family.hyper_of(options)), 0.0 if isinstance(lr, Tensor) else float(lr),
         lr if isinstance(lr, Tensor) else None, steps_taken, grad_scale, found_inf, grad_remainders,
     )  # fmt: skip
+    if not (params and update_in_one_call(*arguments)):
+        if not torch.compiler.is_compiling():
+            refuse_negated(*arguments)
+        call(update_, *arguments)
     note_written(params, masters, *(state for state in given if state is not None))

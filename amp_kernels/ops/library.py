@@ -37,9 +37,8 @@ Kernel = Callable[..., Any]
 class Kernels(Protocol):
     """The kernels that Python launches: Triton kernels, or in tests CUDA kernels on the emulator.
 
-    The step plan of an optimizer (optim/_plan.py) uses only the first five: two that read the table of tensors
-    (ops/table.py), two that load kernels for them, and one that sends the table to a GPU. C++ has these five too, as
-    operators: see `backends.kernels`.
+    The first five take the table of tensors (ops/table.py): two read it, two load kernels for them, and one sends it to
+    a GPU. C++ has these five too, as operators: see `backends.kernels`.
     """
 
     _unscale_table_: Kernel
@@ -77,6 +76,7 @@ def operator(
     launch: Callable[..., Any] | None = None,
     is_differentiable: bool = False,
     delegates: bool = False,
+    by_table: bool = False,
 ) -> Any:
     """Define ``torch.ops.amp_kernels.<name>``, and return it.
 
@@ -92,6 +92,8 @@ def operator(
         fake: Returns tensors without memory that stand for the results while a graph is traced.
         launch: Allocates the results and launches kernels from Python. Its first argument is the `Kernels` to launch.
             None if there is no Triton kernel. The reference then takes its place.
+        by_table: Whether `launch` also launches the C++ kernels, by their operators that take a table (ops/lists.py).
+            The C++ kernel of the operator passes calls that it does not serve on to ``_uncompiled_<name>``.
         is_differentiable: Whether the caller registers autograd.
         delegates: Whether the CUDA kernel may pass a call on to Triton or torch.
     """
@@ -99,14 +101,16 @@ def operator(
     reference = torch.no_grad()(_after(check, reference))
     launch = None if launch is None else torch.no_grad()(_after(lambda _, *args: check(*args), launch))
     LIBRARY.define(schema)
-    LIBRARY.impl(name, _reported(reference), "CompositeExplicitAutograd")
+    everywhere = _automatic(reference, launch if by_table else None)
+    LIBRARY.impl(name, everywhere, "CompositeExplicitAutograd")
     torch.library.register_fake(f"amp_kernels::{name}", _after(check, fake), lib=LIBRARY)
     by_triton = None
     if launch is not None and importlib.util.find_spec("triton"):
         by_triton = lambda *args, **kwargs: launch(triton_kernels(), *args, **kwargs)  # noqa: E731
-    if _loader.has_cuda():
+    if by_table or _loader.has_cuda():
+        kernel, key = (everywhere, "CompositeExplicitAutograd") if by_table else (by_triton or everywhere, "CUDA")
         LIBRARY.define(f"_uncompiled_{schema}")
-        LIBRARY.impl(f"_uncompiled_{name}", _remembered(by_triton or _reported(reference)), "CUDA")
+        LIBRARY.impl(f"_uncompiled_{name}", _remembered(kernel), key)
         LIBRARY.impl(f"_uncompiled_{name}", torch.library.fallthrough_kernel, "Autograd")
     elif by_triton is not None:
         LIBRARY.impl(name, by_triton, "CUDA")
@@ -230,20 +234,25 @@ def _after(check: Callable[..., None], kernel: Callable[..., Any]) -> Callable[.
     return checked
 
 
-def _reported(reference: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the reference for devices on which the dispatcher finds no faster kernel.
+def _automatic(reference: Callable[..., Any], launch: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """Return the kernel for all devices for which the dispatcher has no other kernel.
 
-    The wrapped function warns once for each CPU or GPU that the reference serves (`backends.automatic`).
+    It launches the kernels of the device's backend by `launch`, or calls the reference. `backends.automatic` warns once
+    for each CPU or GPU that only the reference can serve.
     """
 
     @functools.wraps(reference)
     def run(*args: Any, **kwargs: Any) -> Any:
         devices = [tensor.device for tensor in tensors_of((*args, *kwargs.values()))]
+        kernels = None
         if devices:
             # If any tensor is on a GPU, the operator runs for that GPU: its CPU tensors are scalars.
             device = next((device for device in devices if device.type == "cuda"), devices[0])
-            importlib.import_module("amp_kernels.backends").automatic(device)
-        return reference(*args, **kwargs)
+            backends = importlib.import_module("amp_kernels.backends")
+            kernels = backends.kernels(backends.automatic(device))
+        if launch is None or kernels is None:
+            return reference(*args, **kwargs)
+        return launch(kernels, *args, **kwargs)
 
     return run
 

@@ -1,7 +1,9 @@
-"""The operators on lists of tensors, launched from Python for Triton. csrc/ops/lists.h does the same in C++.
+"""The operators on lists of tensors.
 
-Each call writes the sizes, dtypes and addresses of its tensors into a new table (csrc/table.h), which the kernels read.
-A chunk is a range of elements of one tensor.
+Each call writes the sizes, dtypes and addresses of its tensors into a new table (csrc/table.h), which kernels read. C++
+does all this in one call (`pass_in_one_call`, `update_in_one_call`; csrc/ops/lists.h) for lists that kernels can walk
+as they are. The operators in C++ also take lists whose tensors have to be copied first. The other functions do all this
+in Python: for Triton, and for tensors whose memory interleaves.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
+from .. import _loader, torch_private
 from ..families import FAMILIES
 from .library import Kernels
 from .table import (
@@ -40,6 +44,41 @@ def are_fake(tensors: Sequence[Tensor]) -> bool:
     """Return whether the tensors have no memory, as during tracing. Only the first tensor is looked at."""
     first = tensors[0]
     return first.is_meta or type(first).__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
+def pass_in_one_call(
+    grads: list[Tensor], scale: Tensor | None, found_inf: Tensor, norm: Tensor | None, *, write: bool
+) -> bool:
+    """Do what `gradient_pass` does, in one call of C++. If C++ cannot do it, do nothing and return False."""
+    reader = None if torch_private.is_watched() else _loader.reader()
+    return reader is not None and reader[0].gradient_pass(reader[1], grads, scale, found_inf, norm, write)
+
+
+def norm_in_one_call(grads: list[Tensor], scale: Tensor | None, found_inf: Tensor | None) -> Tensor | None:
+    """Return what `gradient_pass` returns, from one call of C++. If C++ cannot do it, do nothing and return None."""
+    if not grads or type(grads[0]) not in (Tensor, Parameter):  # a fake tensor may be on a device that is not here
+        return None
+    norm = torch.empty((), dtype=torch.float32, device=grads[0].device)
+    flag = torch.zeros_like(norm) if found_inf is None else found_inf
+    return norm if pass_in_one_call(grads, scale, flag, norm, write=False) else None
+
+
+def update_in_one_call(*arguments: Any) -> bool:
+    """Do what `update` does, in one call of C++. If C++ cannot do it, do nothing and return False."""
+    reader = None if torch_private.is_watched() else _loader.reader()
+    return reader is not None and reader[0].update(reader[1], *arguments)
+
+
+def refuse_negated(*arguments: Any) -> None:
+    """Raise ValueError if a tensor in one of the optional lists of `update_` is negated.
+
+    torch's dispatcher looks for negated tensors only in lists that are not optional. Kernels would take the negative of
+    the values of the others.
+    """
+    given = Update(*arguments)
+    for tensors in (*given.states, given.masters, given.grad_remainders):
+        if any(isinstance(t, Tensor) and t.is_neg() for t in tensors or ()):
+            raise ValueError(f"{given.family}_: states and masters must not be negated views; call resolve_neg() first")
 
 
 def gradient_pass(

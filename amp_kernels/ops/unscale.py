@@ -40,6 +40,7 @@ unscale_ = operator(
     reference=lambda grads, inv_scale, found_inf: reference.unscale_(grads, inv_scale=inv_scale, found_inf=found_inf),
     fake=lambda *arguments: None,
     launch=_launch_unscale,
+    by_table=True,
 )
 # found_inf is not optional: Inductor crashes on an optional mutable Tensor that is absent.
 grad_norm = operator(
@@ -48,12 +49,13 @@ grad_norm = operator(
     reference=_norm,
     fake=lambda grads, inv_scale, found_inf: torch.empty((), dtype=torch.float32, device=found_inf.device),
     launch=partial(lists.gradient_pass, write=False),
+    by_table=True,
 )
-# Only step plans (optim/_plan.py) call the operators below. `_unscale_table_` writes to addresses in a table. Its
-# schema does not show these writes, so this operator must not be traced.
+# Only ops/lists.py and step plans (optim/_plan.py) call the operators below. `_unscale_table_` writes to addresses in a
+# table. Its schema does not show these writes, so this operator must not be traced.
 LIBRARY.define(
     "_unscale_table_(Tensor table, Tensor chunks, int chunk_size, Tensor? scale, bool divide, bool write, bool clear, "
-    "Tensor(a!) partials, Tensor(b!) found_inf, Tensor(c!) norm, Tensor(d!) record) -> ()"
+    "Tensor(a!) partials, Tensor(b!) found_inf, Tensor(c!) norm, Tensor(d!) record, int squares=0) -> ()"
 )
 # Loads the kernel of the gradient pass, and the kernels that send tables, on the device of `beside`. This must be done
 # before a graph capture, as for `_load_update` (ops/update.py). Returns how many thread blocks of the gradient pass run

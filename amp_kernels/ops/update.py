@@ -55,9 +55,10 @@ update_ = operator(
     reference=_update,
     fake=lambda *arguments: None,
     launch=lists.update,
+    by_table=True,
 )
-# Only step plans call the operators below (optim/_plan.py). `_update_table_` writes to addresses in a table, which its
-# schema does not show, so it must not be traced.
+# Only ops/lists.py and step plans (optim/_plan.py) call the operators below. `_update_table_` writes to addresses in a
+# table, which its schema does not show, so it must not be traced.
 LIBRARY.define(
     "_update_table_(str family, Tensor table, Tensor chunks, int chunk_size, Tensor(a!) record, Tensor hyper, "
     "Tensor lr, int param_dtype, bool split, int grad_dtype, int states, int state_dtype, Tensor? grad_scale, "

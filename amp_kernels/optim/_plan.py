@@ -298,7 +298,6 @@ class NativePlan(Plan):
             self._table,
             self._forms,
             self._checked_table,
-            writes,
             self._held,
         )
         self._unread = unread

@@ -6,17 +6,14 @@ It reads them from the tensors again in every step, since other code may write, 
 from __future__ import annotations
 
 import functools
-import importlib
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.nn import Parameter
 
-from .. import _loader, torch_private
+from .. import _loader
 
 # Values that a column has in place of a form (_plan.py explains forms). ABSENT: the step leaves the parameter out, for
 # example because it has neither a gradient nor a count of steps. UNREAD: the sweep could not read the column, and the
@@ -33,16 +30,14 @@ class Sweep(NamedTuple):
     """The functions of the sweep: those of `amp_kernels._C`, or those in Python if that module cannot be used.
 
     Attributes:
-        columns: ``(params, states, groups, keys, device, table, forms, checked, writes, held=None) -> (unread,
+        columns: ``(params, states, groups, keys, device, table, forms, checked, held=None) -> (unread,
             gradients)``.
             Writes the column of each parameter into `table`, int64 [rows, parameters] on the host (`ops.table.Row`),
             and its form into `forms`, int64 [parameters]. Returns the number of columns that Python still has to read,
             and the number of columns with a gradient. `states` are the entries of ``optimizer.state``. `groups` are the
             group numbers of the parameters. `keys` has a pair of `Storage` (_state.py) for each group.
             `checked` is the memory in which `apart` keeps the last table. A parameter and its states are tested for
-            being negated views only if one of their addresses differs from the one there. A lazy clone shares the
-            memory of a tensor until one of the two is written. If a parameter has a lazy clone, the parameter gets
-            memory of its own, since the step will write it. If `writes` is True, so does a gradient. An object that
+            being negated views only if one of their addresses differs from the one there. An object that
             holds the gradients and states is appended to the list `held`.
         apart: ``(table, forms, checked, spans) -> int``. Returns the column of a gradient that overlaps a tensor that
             the step writes. Returns -2 if the memory ranges of two written tensors overlap. The plan then has to test
@@ -65,26 +60,18 @@ class Sweep(NamedTuple):
 
 @functools.cache
 def sweep() -> Sweep:
-    api = torch_private.tensor_exchange_api()
-    if api is None or not _loader.load():
+    reader = _loader.reader()
+    if reader is None:
         return _IN_PYTHON
-    methods = Tensor.is_neg, Tensor.is_inference, Tensor.data_ptr
-    torchs = (api, Tensor, Parameter, *methods, DTensor, *torch_private.dtensor_attributes())
-    compiled = importlib.import_module("amp_kernels._C")
-    try:
-        compiled.sweep([], [], [], (), (1, 0), 0, 0, 0, False, torchs)
-        compiled.same([], [], {}, [], [])
-        _ = compiled.make_step, compiled.step
-    except (AttributeError, TypeError, ValueError, NotImplementedError):  # `_C` or `api` is of another version
-        return _IN_PYTHON
+    compiled, torchs = reader
 
     def columns(
         params: list[Tensor], states: list[Any], groups: list[int], keys: Any, device: torch.device, table: Tensor,
-        forms: Tensor, checked: Tensor, writes: bool, held: list[Any] | None = None,
+        forms: Tensor, checked: Tensor, held: list[Any] | None = None,
     ) -> tuple[int, int]:  # fmt: skip
         pointers = table.data_ptr(), forms.data_ptr(), checked.data_ptr()
         on = dlpack_device(device)
-        found: tuple[int, int] = compiled.sweep(params, states, groups, keys, on, *pointers, writes, torchs, held)
+        found: tuple[int, int] = compiled.sweep(params, states, groups, keys, on, *pointers, torchs, held)
         return found
 
     def apart(table: Tensor, forms: Tensor, checked: Tensor, spans: Tensor) -> int:
@@ -104,7 +91,7 @@ def dlpack_device(device: torch.device) -> tuple[int, int]:
 
 def _columns(
     params: list[Tensor], states: list[Any], groups: list[int], keys: Any, device: torch.device, table: Tensor,
-    forms: Tensor, checked: Tensor, writes: bool, held: list[Any] | None = None,
+    forms: Tensor, checked: Tensor, held: list[Any] | None = None,
 ) -> tuple[int, int]:  # fmt: skip
     """Marks every column as UNREAD. The plan then reads it in Python."""
     table.zero_()

@@ -12,7 +12,9 @@ from torch import Tensor
 from ..families import SGD
 from ..functional.unscale import to_device
 from ..functional.update import update
-from ..ops.checks import as_list, check_memory, check_same_shapes, check_states, check_tensors
+from ..ops.checks import as_list, check_memory, check_same_shapes, check_states, check_tensors, to_list
+from ..ops.library import note_written
+from ..ops.lists import update_in_one_call
 from ..ops.table import DTYPE_CODES
 from ._base import FusedOptimizer
 from ._tensors import has_memory, local
@@ -64,8 +66,17 @@ def ema_(averages: Iterable[Tensor], optimizer: FusedOptimizer, decay: float) ->
         got = type(optimizer).__name__
         raise TypeError(f"ema_: optimizer must be one of amp_kernels.optim, got a {got}; {hint}")
     check_decay("ema_", decay)
-    params = [p for _, _, p in optimizer._named_parameters()]
-    own, weights = [local(a) for a in as_list("ema_", "averages", averages)], [local(p) for p in params]
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    own = to_list("ema_", "averages", averages)
+    found_inf = optimizer._verdict()
+    states = masters = None
+    if params and update_in_one_call(
+        "sgd", own, params, states, None, None, masters, list(SGD.hyper_of(_FOLLOW)), 1 - decay, None, 0, None,
+        found_inf, optimizer.state,
+    ):  # fmt: skip
+        note_written(own)
+        return
+    own, weights = [local(a) for a in as_list("ema_", "averages", own)], [local(p) for p in params]
     trainable = [t for t, p in enumerate(params) if p.dtype in DTYPE_CODES and has_memory(p)]
     if len(own) != len(params):
         check_same_shapes("ema_", "averages", own, weights)  # raises
@@ -73,7 +84,6 @@ def ema_(averages: Iterable[Tensor], optimizer: FusedOptimizer, decay: float) ->
     by_device: dict[torch.device, list[int]] = defaultdict(list)
     for t in trainable:
         by_device[weights[t].device].append(t)
-    found_inf = optimizer._verdict()
     try:
         if len(by_device) > 1:  # before the averages on the first device are modified
             _check(followers, leaders)

@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks) unscale_kernel(cons
         sum = pass_over_chunk(0.0f);
     }
     sum = block_sum(sum, shared);
-    if (threadIdx.x == 0) pass.partials[walk.index()] = sum;
+    if (threadIdx.x == 0) pass.partials[walk.index()] = counted(sum, pass.table, walk.tensor());
   }
   if (is_last_block(reinterpret_cast<unsigned*>(&pass.record->ticket))) finish_pass(pass, factor, shared);
 }

@@ -52,15 +52,16 @@ inline Dtype dtype_of(const Tensor& tensor) {
   }
 }
 
-inline Table make_table(const Tensor& table, const Tensor& chunks, int64_t chunk_size) {
-  return {data<int64_t>(table), table.size(1), data<int32_t>(chunks), chunks.size(0), chunk_size};
+inline Table make_table(const Tensor& table, const Tensor& chunks, int64_t chunk_size, int64_t squares = 0) {
+  return {data<int64_t>(table), table.size(1), data<int32_t>(chunks),
+          chunks.size(0),       chunk_size,    static_cast<int32_t>(squares)};
 }
 
 inline GradientPass make_pass(const Tensor& table, const Tensor& chunks, int64_t chunk_size,
                               const std::optional<Tensor>& scale, bool divide, bool write, bool clear,
-                              const Tensor& partials, const Tensor& found_inf, const Tensor& norm,
-                              const Tensor& record) {
-  return {make_table(table, chunks, chunk_size),
+                              const Tensor& partials, const Tensor& found_inf, const Tensor& norm, const Tensor& record,
+                              int64_t squares) {
+  return {make_table(table, chunks, chunk_size, squares),
           data<float>(scale),
           divide,
           write,

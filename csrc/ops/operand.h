@@ -4,10 +4,8 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include <algorithm>
-#include <functional>
 #include <optional>
 #include <stdexcept>
-#include <utility>
 #include <vector>
 
 #include "arguments.h"
@@ -21,8 +19,22 @@ inline void require(bool holds) {
     throw std::invalid_argument("amp_kernels: an argument does not fit; call the function of amp_kernels to see which");
 }
 
+// Whether elements fill one range of memory, each once, in any order of dimensions.
+inline bool fill_a_range(int64_t dims, const int64_t* sizes, const int64_t* strides, int64_t numel) {
+  int64_t expected = 1;
+  for (int64_t found = 1; expected < numel && found != 0;) {
+    found = 0;
+    for (int64_t d = 0; d < dims; ++d) {
+      if (sizes[d] == 1 || strides[d] != expected) continue;
+      expected *= sizes[d], found = 1;
+      break;
+    }
+  }
+  return expected == numel;
+}
+
 // The properties of a tensor. The constructor reads each property once, because each read through torch's C interface
-// takes 5 ns, and lists of tensors are long.
+// takes 5 ns.
 struct Operand {
   Tensor tensor;
   int64_t address = 0, numel = 0, dims = 0;
@@ -60,55 +72,12 @@ struct Operand {
     return is_fp32() || dtype == aoti_torch_dtype_float16() || dtype == aoti_torch_dtype_bfloat16();
   }
 
-  bool is_int16() const { return dtype == aoti_torch_dtype_int16(); }
+  bool is_dense() const { return is_contiguous || fill_a_range(dims, sizes, strides, numel); }
 
   Dtype code() const { return is_fp32() ? kFloat : dtype == aoti_torch_dtype_float16() ? kHalf : kBFloat16; }
-  int64_t element_size() const { return is_fp32() ? 4 : 2; }
   bool is_beside(const Operand& other) const { return device == other.device && index == other.index; }
   bool has_shape_of(const Operand& other) const {
     return dims == other.dims && std::equal(sizes, sizes + dims, other.sizes);
-  }
-
-  // Returns (stride, size) of the dimensions with more than one element, from the largest stride to the smallest.
-  std::vector<std::pair<int64_t, int64_t>> steps() const {
-    std::vector<std::pair<int64_t, int64_t>> steps;
-    for (int64_t d = 0; d < dims; ++d)
-      if (sizes[d] > 1) steps.emplace_back(strides[d], sizes[d]);
-    std::sort(steps.begin(), steps.end(), std::greater<>());
-    return steps;
-  }
-
-  // Whether the elements fill one range of memory without gaps or overlaps. The dimensions may be in any order.
-  bool is_dense() const {
-    if (is_contiguous) return true;
-    const auto all = steps();
-    int64_t expected = 1;
-    for (auto step = all.rbegin(); step != all.rend(); ++step) {
-      if (step->first != expected) return false;
-      expected *= step->second;
-    }
-    return true;
-  }
-
-  // Whether both tensors are dense and have their elements in the same order. The tensors must have the same shape.
-  bool has_layout_of(const Operand& other) const {
-    if (is_contiguous && other.is_contiguous) return true;
-    return std::equal(strides, strides + dims, other.strides) && is_dense();
-  }
-
-  // Whether several elements share memory because a stride is 0. An operator must not write such a tensor.
-  bool is_expanded() const {
-    if (is_contiguous) return false;
-    const auto all = steps();
-    return !all.empty() && all.back().first == 0;
-  }
-
-  // Returns the number of bytes from the first element to the end of the last.
-  int64_t span() const {
-    if (is_contiguous) return numel * element_size();
-    int64_t last = 0;
-    for (const auto& [stride, size] : steps()) last += stride * (size - 1);
-    return (last + 1) * element_size();
   }
 };
 

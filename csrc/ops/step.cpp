@@ -5,16 +5,12 @@
 #include <string>
 
 #include "columns.h"
-#ifdef USE_CUDA
-#include "cuda_device.h"
-#endif
+#include "launcher.h"
 
 namespace amp_kernels {
 namespace {
 
 constexpr const char* kName = "amp_kernels.step";
-constexpr int64_t kReleases = 1 << 15;  // kernels for fewer elements keep the GIL, since giving it up would take longer
-constexpr int kGpu = 2;                 // DLPack's number for CUDA devices
 
 // What a plan keeps for the steps with the same sizes, dtypes and groups (`Layout` in amp_kernels/optim/_plan.py).
 struct Layout {
@@ -53,20 +49,6 @@ struct Layout {
   }
 };
 
-// Gives up the GIL for as long as it lives. It takes the GIL again before an exception is caught.
-class WithoutGil {
- public:
-  explicit WithoutGil(bool releases) : state_(releases ? PyEval_SaveThread() : nullptr) {}
-  ~WithoutGil() {
-    if (state_ != nullptr) PyEval_RestoreThread(state_);
-  }
-  WithoutGil(const WithoutGil&) = delete;
-  WithoutGil& operator=(const WithoutGil&) = delete;
-
- private:
-  PyThreadState* state_;
-};
-
 class Step {
  public:
   // If the arguments do not fit, sets a Python error and returns false.
@@ -92,7 +74,7 @@ class Step {
     for (size_t i = 0; i < layouts_.size(); ++i) {
       if (!layouts_[i].read(PyList_GetItem(layouts, static_cast<Py_ssize_t>(i)))) return false;
       const int64_t* const numels = layouts_[i].key + (1 + kNumel) * count_;
-      releases_ |= std::accumulate(numels, numels + count_, int64_t{0}) >= kReleases;
+      releases_ |= is_long(std::accumulate(numels, numels + count_, int64_t{0}));
     }
     stream_ = stream, words_ = pointer_to(words), checked_ = pointer_to(checked), spans_ = pointer_to(spans);
     record_ = reinterpret_cast<Record*>(record), found_inf_ = reinterpret_cast<float*>(found_inf);
@@ -112,7 +94,8 @@ class Step {
     if (modes.get() == nullptr) return -1;
     if (PyLong_AsLong(modes.get()) != 0 || !is_on_stream()) return kForPython;
     const float *scale, *flag;
-    if (!scalar(grad_scale, &scale) || !scalar(found_inf, &flag)) return kForPython;
+    if (!is_scalar(torch_, grad_scale, device_, &scale) || !is_scalar(torch_, found_inf, device_, &flag))
+      return kForPython;
     if ((work & kRead) != 0) {
       forget();
       const int answer = read_optimizer(optimizer);
@@ -170,23 +153,6 @@ class Step {
     return true;
   }
 
-  // Takes the address of an fp32 number on this device, or of none. Returns false for anything else.
-  bool scalar(PyObject* object, const float** address) const {
-    *address = nullptr;
-    return object == Py_None || one_number(object, address);
-  }
-
-  bool one_number(PyObject* tensor, const float** address) const {
-    Description description;
-    if (!torch_.describe(tensor, &description) || !description.is(Description::kFloat, 32)) return false;
-    *address = reinterpret_cast<const float*>(description.address());
-    return Model(description).numel == 1 && is_here(description) && !torch_.is_negated(tensor);
-  }
-
-  bool is_here(const Description& tensor) const {
-    return tensor.device_type == device_.first && tensor.device_index == device_.second;
-  }
-
   // Compares the objects of the optimizer with those of the plan, and writes the learning rates.
   int read_optimizer(PyObject* optimizer) {
     const Names& names = Names::get();
@@ -222,7 +188,7 @@ class Step {
   bool write_rate(int64_t g, PyObject* lr) {
     rates()[g] = 0;
     const float* address;
-    if (one_number(lr, &address)) {
+    if (is_number(torch_, lr, device_, &address)) {
       rates()[g] = reinterpret_cast<int64_t>(address);
       return true;
     }
@@ -235,7 +201,7 @@ class Step {
 
   // Reads the tensors into the table, checks their memory, and finds the layout.
   int read_tensors(long work) {
-    Columns columns(torch_, &held_, table(), words_, checked_, count_, device_, (work & kWrite) != 0);
+    Columns columns(torch_, &held_, table(), words_, checked_, count_, device_);
     for (Py_ssize_t t = 0; t < count_; ++t) {
       PyObject *const param = PyList_GetItem(params_, t), *const state = PyList_GetItem(states_, t);
       if (!columns.take(t, param, state, groups_[t], storages_[groups_[t]])) return -1;
@@ -261,7 +227,7 @@ class Step {
     const auto table_of = [&](int64_t begin, int64_t chunks) {
       return Table{table, count_, layout_->entries + 2 * begin, chunks, layout_->chunk_size};
     };
-    const Device device(device_.first == kGpu ? device_.second : -1);
+    const Launcher device(gpu_of(device_));
     if (!is_sent_) device.send(words_ + key_words(), layout_->block + key_words(), words_count() - key_words());
     is_sent_ = true;
     if ((work & kPass) != 0) {
@@ -278,37 +244,6 @@ class Step {
       begin += chunks;
     }
   }
-
-  // Launches on one device, on its current stream.
-  class Device {
-   public:
-#ifdef USE_CUDA
-    explicit Device(int32_t gpu) : gpu_(gpu) {
-      if (gpu < 0) return;
-      guard_ = std::make_unique<cuda::Guard>(gpu);
-      void* stream = nullptr;
-      TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(gpu, &stream));
-      stream_ = static_cast<Stream>(stream);
-    }
-    void send(const int64_t* words, int64_t* to, int64_t count) const {
-      if (gpu_ >= 0) cuda::launch_send(words, to, count, stream_);
-    }
-    void run(const GradientPass& pass) const { gpu_ < 0 ? run_on_cpu(pass) : cuda::launch_unscale(pass, stream_); }
-    void run(std::string_view family, const Update& update) const {
-      gpu_ < 0 ? run_on_cpu(family, update) : cuda::launch_update(family, update, stream_);
-    }
-
-   private:
-    int32_t gpu_;
-    std::unique_ptr<cuda::Guard> guard_;
-    Stream stream_ = nullptr;
-#else
-    explicit Device(int32_t) {}
-    void send(const int64_t*, int64_t*, int64_t) const {}
-    void run(const GradientPass& pass) const { run_on_cpu(pass); }
-    void run(std::string_view family, const Update& update) const { run_on_cpu(family, update); }
-#endif
-  };
 
   bool can_write_gradients() const {
     if (!Memory(table(), words_, count_, rows_).has_separate_gradients()) return false;
@@ -359,7 +294,7 @@ class Step {
   // holds it holds them, too (NativePlan.warm).
   Torch torch_;
   PyObject *params_, *states_, *plan_params_, *plan_keys_, *plan_values_, *options_, *modes_, *increment_;
-  std::pair<int, int> device_;
+  Place device_;
   std::vector<long> groups_;
   std::vector<Storages> storages_;
   std::vector<Layout> layouts_;

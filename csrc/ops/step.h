@@ -2,9 +2,6 @@
 // reads their tensors again, and launches the kernels. amp_kernels/optim/_plan.py takes every other step.
 #pragma once
 
-#include <string_view>
-
-#include "../table.h"
 #include "python.h"
 
 namespace amp_kernels {
@@ -36,9 +33,5 @@ enum Answer {
   kChanged,    // nothing was done: an option has another value. Python has to make the capsule again
   kForPython,  // nothing was done: Python has to take this step
 };
-
-// In update.cpp and unscale.cpp, which compile the kernels for CPUs.
-void run_on_cpu(std::string_view family, const Update& update);
-void run_on_cpu(const GradientPass& pass);
 
 }  // namespace amp_kernels

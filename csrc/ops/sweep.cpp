@@ -9,11 +9,11 @@ namespace {
 
 PyObject* run_sweep(PyObject* arguments) {
   PyObject *parameters, *states, *groups, *keys, *tuple, *list = Py_None;
-  int device_type, device_index, writes;
+  int device_type, device_index;
   unsigned long long table, forms, checked;
-  if (!PyArg_ParseTuple(arguments, "O!O!O!O!(ii)KKKpO|O", &PyList_Type, &parameters, &PyList_Type, &states,
-                        &PyList_Type, &groups, &PyTuple_Type, &keys, &device_type, &device_index, &table, &forms,
-                        &checked, &writes, &tuple, &list)) {
+  if (!PyArg_ParseTuple(arguments, "O!O!O!O!(ii)KKKO|O", &PyList_Type, &parameters, &PyList_Type, &states, &PyList_Type,
+                        &groups, &PyTuple_Type, &keys, &device_type, &device_index, &table, &forms, &checked, &tuple,
+                        &list)) {
     return nullptr;
   }
   Torch torch;
@@ -21,7 +21,7 @@ PyObject* run_sweep(PyObject* arguments) {
   auto held = std::make_unique<Held>();
   const Py_ssize_t count = PyList_Size(parameters);
   Columns columns(torch, held.get(), pointer_to(table), pointer_to(forms), pointer_to(checked), count,
-                  {device_type, device_index}, writes);
+                  {device_type, device_index});
   std::vector<Storages> storages(PyTuple_Size(keys));
   for (size_t g = 0; g < storages.size(); ++g)
     if (!storages[g].read(PyTuple_GetItem(keys, static_cast<Py_ssize_t>(g)))) return nullptr;

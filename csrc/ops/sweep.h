@@ -8,7 +8,7 @@
 namespace amp_kernels {
 
 // sweep(parameters: list, states: list, groups: list, keys: tuple, device: tuple, table: int, forms: int, checked: int,
-//       writes: bool, torch: tuple, held: list = None) -> (columns left to Python, columns with a gradient)
+//       torch: tuple, held: list = None) -> (columns left to Python, columns with a gradient)
 PyObject* sweep(PyObject* module, PyObject* arguments);
 
 // apart(table: int, forms: int, columns: int, rows: int, checked: int, spans: int) -> int

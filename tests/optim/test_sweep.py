@@ -61,7 +61,6 @@ def read(
     params: list[Tensor],
     states: list[Any],
     *,
-    writes: bool = False,
     keys: Any = KEYS,
     lean: Storage | None = None,
     device: torch.device = CPU,
@@ -83,7 +82,6 @@ def read(
         table,
         forms,
         checked,
-        writes,
     )
     assert unread == forms.tolist().count(UNREAD) and gradients == sum(p.grad is not None for p in params)
     return table, forms.tolist()
@@ -274,7 +272,7 @@ def test_any_dense_layout_is_read():
 def test_what_shares_memory_with_a_lazy_clone_gets_memory_of_its_own():
     param = parameter(torch.ones(3, 4))
     clones = [torch._lazy_clone(param), torch._lazy_clone(param.grad)]
-    table, _ = read([param], [state_of(param)], writes=True)
+    table, _ = read([param], [state_of(param)])
     for row, tensor, clone in zip((Row.PARAM, Row.GRAD), (param, param.grad), clones, strict=True):
         assert table[row, 0] == tensor.data_ptr() != clone.const_data_ptr()
 
@@ -394,11 +392,13 @@ def test_a_parameter_that_is_transposed_where_it_lies(sweep):
 
 def test_without_the_interface_python_sweeps(monkeypatch):
     _sweep.sweep.cache_clear()
+    _loader.reader.cache_clear()
     monkeypatch.setattr(Tensor, "__dlpack_c_exchange_api__", 0, raising=False)
     try:
         assert _sweep.sweep() is _sweep._IN_PYTHON
     finally:
         _sweep.sweep.cache_clear()
+        _loader.reader.cache_clear()
 
 
 def train(optimizer_class: type[torch.optim.Optimizer], *, in_fp32: bool) -> list[Tensor]:

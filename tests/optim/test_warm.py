@@ -21,7 +21,7 @@ from optim_cases import dtypes, examples, optimizers
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from amp_kernels import GradScaler, torch_private, use_backend
+from amp_kernels import GradScaler, _loader, torch_private, use_backend
 from amp_kernels.ops.table import LEAST_LEAN, STATE_DTYPES
 from amp_kernels.optim import FusedAdam, FusedAdamW, FusedSGD
 from amp_kernels.optim._base import _READ_BY_CPP, FusedOptimizer
@@ -702,6 +702,7 @@ def test_a_torch_that_names_the_attributes_of_dtensors_otherwise(monkeypatch, me
 
     monkeypatch.setattr(torch_private, "dtensor_attributes", lambda: names)
     sweep.cache_clear()
+    _loader.reader.cache_clear()
     try:
         p = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
         optimizer = FusedSGD([p], lr=0.5)
@@ -711,6 +712,7 @@ def test_a_torch_that_names_the_attributes_of_dtensors_otherwise(monkeypatch, me
         assert torch.equal(p.to_local(), torch.full((4,), -1.0))
     finally:
         sweep.cache_clear()
+        _loader.reader.cache_clear()
 
 
 def test_a_torch_that_does_not_count_modes(monkeypatch):

@@ -45,6 +45,7 @@ class Pass:
     first_chunk: int = 0
     offset: int = 0
     counts_reads: bool = False  # of the first gradient
+    factors: Sequence[float] | None = None  # of the squares of each tensor; None: the table has no such row
 
     def run(self, launcher: Launcher) -> Pass:
         # NaN beside a gradient would send the norm down its exact path: a read too far shows as a finite number too.
@@ -59,6 +60,8 @@ class Pass:
             [0 for _ in out],
             [address(g, begin) for g in out],
         ]
+        if self.factors is not None:
+            rows += [[0 for _ in out], torch.tensor(self.factors, dtype=torch.float64).view(torch.int64).tolist()]
         if self.chunks is None:
             self.chunks = cut(numels, self.chunk, self.first_chunk)
         chunks = torch.tensor(self.chunks, dtype=torch.int32).reshape(-1, 2)
@@ -66,9 +69,10 @@ class Pass:
         flag, norm = arena.place(torch.tensor([self.found_inf]))[0], arena.place(torch.tensor([123.0]))[0]
         record = arena.place(torch.tensor(self.record))
         scale = None if self.scale is None else arena.place(torch.tensor([self.scale]))[0]
-        table, entries = arena.place(torch.tensor(rows, dtype=torch.int64).reshape(4, -1)), arena.place(chunks)
+        table, entries = arena.place(torch.tensor(rows, dtype=torch.int64).reshape(len(rows), -1)), arena.place(chunks)
         arguments = (
             table, entries, self.chunk, scale, self.divide, self.write, self.clear, partials, flag, norm, record,
+            0 if self.factors is None else len(rows) - 1,
         )  # fmt: skip
         if self.counts_reads:
             self.reads = emulator.reads_of(out[0], lambda: launcher.unscale_table_(*arguments))
@@ -91,7 +95,7 @@ class Pass:
         for t, k in self.chunks or ():
             grad, k = self.grads[t], k - self.first_chunk
             part = torch.zeros(0) if grad is None else grad[k * self.chunk : (k + 1) * self.chunk]
-            sums.append(part.double().square().sum())
+            sums.append(part.double().square().sum() * (1.0 if self.factors is None else self.factors[t]))
         expected = torch.stack(sums) if sums else torch.zeros(0, dtype=torch.float64)
         if self.offset == 0 or self.launcher.backend != "cuda":
             torch.testing.assert_close(self.partials, expected, rtol=1e-6, atol=0)
@@ -119,6 +123,15 @@ class Pass:
 @dtypes
 def test_sizes(dtype: torch.dtype, write: bool, offset: int, ordered_launcher: Launcher) -> None:
     Pass([randn(n, n, dtype) for n in SIZES], scale=1 / 48, write=write, offset=offset).run(ordered_launcher).check()
+
+
+@pytest.mark.parametrize("write", [False, True], ids=["read", "write"])
+def test_squares_count_as_often_as_their_factor_says(write: bool, launcher: Launcher) -> None:
+    factors = [0.25, 0.75, 1.0, 2.0**-30, 1 / 3, 1 / 7, 1.0, 1e-3, 0.5]
+    Pass([randn(n, n) for n in SIZES], scale=1 / 48, write=write, factors=factors).run(launcher).check()
+    bad = [torch.ones(CHUNK + 1), torch.tensor([math.inf])]
+    run = Pass(bad, factors=[2.0**-1000, 2.0**-1000]).run(launcher)
+    assert run.flag == 1.0 and run.after[2:] == [run.record[1] + 1, 1]
 
 
 @emulated

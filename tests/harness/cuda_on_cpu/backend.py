@@ -29,7 +29,7 @@ ORDERS = ("forwards", "backwards", "shuffled")  # enum Order of emulator.h
 _POINTER, _INT64, _INT, _BOOL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_bool
 _TABLE = (_POINTER, _INT64, _POINTER, _INT64, _INT64)
 _SIGNATURES = {
-    "unscale_table": (*_TABLE, _POINTER, _BOOL, _BOOL, _BOOL, _POINTER, _POINTER, _POINTER, _POINTER),
+    "unscale_table": (*_TABLE, _POINTER, _BOOL, _BOOL, _BOOL, _POINTER, _POINTER, _POINTER, _POINTER, _INT),
     "count_exponents": (*_TABLE, *[_POINTER] * 5),
     "send": (_POINTER, _POINTER, _INT64),
     "update_table": (
@@ -247,10 +247,11 @@ def _visited(visit: str) -> set[str]:
 
 def _unscale_table_(
     table: Tensor, chunks: Tensor, chunk_size: int, scale: Tensor | None, divide: bool, write: bool,
-    clear: bool, partials: Tensor, found_inf: Tensor, norm: Tensor, record: Tensor,
+    clear: bool, partials: Tensor, found_inf: Tensor, norm: Tensor, record: Tensor, squares: int = 0,
 ) -> None:  # fmt: skip
     results = [x.data_ptr() for x in (partials, found_inf, norm, record)]
-    _call("unscale_table", *_table(table, chunks, chunk_size), _address(scale), divide, write, clear, *results)
+    place = _table(table, chunks, chunk_size)
+    _call("unscale_table", *place, _address(scale), divide, write, clear, *results, squares)
 
 
 def _count_exponents_(

@@ -30,9 +30,9 @@ void visit_loaded_late(void (*visit)(const void*)) {
 
 const char* unscale_table(const int64_t* table, int64_t tensors, const int32_t* chunks, int64_t chunk_count,
                           int64_t chunk_size, const float* scale, bool divide, bool write, bool clear, double* partials,
-                          float* found_inf, float* norm, Record* record) {
+                          float* found_inf, float* norm, Record* record, int32_t squares) {
   return guarded([&] {
-    cuda::launch_unscale({{table, tensors, chunks, chunk_count, chunk_size},
+    cuda::launch_unscale({{table, tensors, chunks, chunk_count, chunk_size, squares},
                           scale,
                           divide,
                           write,
