@@ -80,6 +80,38 @@ def norm(count: int, device: torch.device) -> Built:
         yield name, partial(job, partial(function, grads), lambda norm: [norm], expected, 1e-5)
 
 
+def clip(count: int, device: torch.device) -> Built:
+    grads = tensors(count, 64, device)
+    norm = torch.linalg.vector_norm(torch.cat(grads))
+    expected = [g / (norm + 1e-6) for g in grads]
+
+    def build(function: Callable[..., object]) -> Job:
+        params = [torch.nn.Parameter(torch.zeros_like(g)) for g in grads]
+        own = [g.clone() for g in grads]
+        for p, g in zip(params, own, strict=True):
+            p.grad = g
+        return job(partial(function, params, 1.0), lambda _: own, expected, 1e-5)
+
+    yield "amp_kernels.clip_grad_norm_", partial(build, amp_kernels.clip_grad_norm_)
+    yield "torch.nn.utils.clip_grad_norm_", partial(build, torch.nn.utils.clip_grad_norm_)
+
+
+def ema(count: int, device: torch.device) -> Built:
+    weights, start = tensors(count, 64, device), [torch.ones(64, device=device) for _ in range(count)]
+    optimizer = FusedSGD([torch.nn.Parameter(w) for w in weights], lr=LR)
+    optimizer.step()  # otherwise every call looks for the verdict of a scaler
+    expected = [0.5 * (a + w) for a, w in zip(start, weights, strict=True)]
+    ours, theirs = ([a.clone() for a in start] for _ in range(2))
+    yield (
+        "amp_kernels.optim.ema_",
+        partial(job, partial(amp_kernels.optim.ema_, ours, optimizer, 0.5), lambda _: ours, expected),
+    )
+    yield (
+        "torch._foreach_lerp_",
+        partial(job, partial(torch._foreach_lerp_, theirs, weights, 0.5), lambda _: theirs, expected),
+    )
+
+
 def sgd(count: int, device: torch.device) -> Built:
     grads, start = tensors(count, 64, device), tensors(count, 64, device)
     expected = [p - LR * g for p, g in zip(start, grads, strict=True)]
@@ -107,7 +139,10 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 
 
 def step(family: str, kind: str, count: int, device: torch.device) -> Built:
-    """`kind`: "fp32"; "bf16" weights of ours, beside torch on fp32 weights; under a "scaler"; or "DTensors"."""
+    """`kind`: "fp32", "scaler", "DTensors", "captured" (the replay of a CUDA graph), or "bf16".
+
+    For "bf16", ours has 16-bit weights, and torch's has fp32 weights.
+    """
     ours, torchs, options = FAMILIES[family]
     grads, start = tensors(count, 64, device), tensors(count, 64, device)
     if kind == "DTensors":
@@ -119,6 +154,8 @@ def step(family: str, kind: str, count: int, device: torch.device) -> Built:
         params = [torch.nn.Parameter(p.to(dtype, copy=True)) for p in start]
         for p, g in zip(params, grads, strict=True):
             p.grad = g.to(dtype)
+        if kind == "captured":
+            return job(captured(make, params, options), lambda _: params, expected, tolerance)
         optimizer = make(params, lr=LR, **options)
         if kind != "scaler":
             return job(optimizer.step, lambda _: [whole(p) for p in params], expected, tolerance)
@@ -142,6 +179,24 @@ def step(family: str, kind: str, count: int, device: torch.device) -> Built:
     yield f"amp_kernels {ours.__name__}.step", partial(build, ours, amp_kernels.GradScaler, own_dtype)
     how = "foreach" if family == "RMSprop" else "fused"
     yield f"torch {family}({how}=True).step", partial(build, torchs, torch.amp.GradScaler, torch.float32)
+
+
+def captured(
+    make: Callable[..., torch.optim.Optimizer], params: Sequence[Tensor], options: dict[str, Any]
+) -> Callable[[], None]:
+    """Captures a step in a CUDA graph, without having changed `params`, and returns the graph's replay."""
+    capturable = {} if make is FAMILIES["AdamW"][0] else {"capturable": True}
+    optimizer, start = make(params, lr=LR, **options, **capturable), [p.detach().clone() for p in params]
+    optimizer.step()  # makes the states, which a capture must not do
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    with torch.no_grad():
+        torch._foreach_copy_(list(params), start)
+        for state in optimizer.state.values():
+            for value in state.values():
+                value.zero_()
+    return graph.replay
 
 
 def whole(x: Tensor) -> Tensor:
@@ -187,7 +242,7 @@ SIZES = (1, 4, 10, 50, 150, 1000)
 STEPS: dict[str, dict[str, tuple[int, ...]]] = {
     "SGD": {"fp32": SIZES},
     "RMSprop": {"fp32": SIZES},
-    "AdamW": {"fp32": SIZES, "scaler": SIZES, "bf16": SIZES, "DTensors": (4, 160, 1000)},
+    "AdamW": {"fp32": SIZES, "scaler": SIZES, "bf16": SIZES, "DTensors": (4, 160, 1000), "captured": (1000,)},
 }
 CASES = {
     **{f"unscale_ of {n}": (((64,),) * n, torch.float32, partial(unscale, n)) for n in (1, 10, 1000)},
@@ -204,6 +259,8 @@ CASES = {
         for n in sizes
     },
     "int8_matmul 64^3": (((64, 64),), torch.int8, partial(int8_matmul, 64)),
+    **{f"ema_ of {n}": (((64,),) * n, torch.float32, partial(ema, n)) for n in (1, 10, 1000)},
+    **{f"clip_grad_norm_ of {n}": (((64,),) * n, torch.float32, partial(clip, n)) for n in (1, 10, 1000)},
     "dequantize_int8 64^2": (((64, 64),), torch.int8, partial(dequantize, 64)),
     **{
         f"linear 64^3 {str(d).removeprefix('torch.')}": (((64, 64),), d, partial(linear, d, 64))
@@ -220,6 +277,8 @@ def main() -> int:
     report = Report("overhead", args)  # before the threads change, whose number is part of a machine's name
     torch.set_num_threads(own.threads)
     for name, (shapes, dtype, contenders) in CASES.items():
+        if "captured" in name and args.device.type != "cuda":
+            continue
         layout = Layout(f"{own.threads} thread{'s' * (own.threads > 1)}", shapes, in_a_row=20)
         case = Case("overhead", name, dtype, layout, dtype.itemsize, "a call in a loop")
         found = [Contender(who, "none", 4, build) for who, build in contenders(args.device)]
