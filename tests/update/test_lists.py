@@ -33,6 +33,7 @@ FAMILY = [
     for case in testing.CASES[op]
 ]
 OPTIONS = {"momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
+PLAIN = {**OPTIONS, "momentum": 0.0}
 
 
 @pytest.mark.parametrize("case", FAMILY, ids=lambda case: f"{case.op}-{case}")
@@ -201,7 +202,7 @@ def test_strange_tensors_are_read_and_written_rightly(kind: str, size: tuple[int
 def test_written_tensors_may_interleave_but_not_overlap() -> None:
     both = torch.zeros(3, 2, device=DEVICE)
     ones = [torch.ones(3, device=DEVICE)] * 2
-    amp_kernels.sgd_([both[:, 0], both[:, 1]], ones, [], lr=1.0, is_first_step=True, **{**OPTIONS, "momentum": 0.0})
+    amp_kernels.sgd_([both[:, 0], both[:, 1]], ones, [], lr=1.0, is_first_step=True, **PLAIN)
     assert both.eq(-1).all()
     rows = torch.zeros(2, 4, device=DEVICE)
     with pytest.raises(ValueError, match="must not share memory"):
@@ -209,6 +210,9 @@ def test_written_tensors_may_interleave_but_not_overlap() -> None:
             [rows[:, ::2]], [torch.ones(2, 2, device=DEVICE)], [rows[:, 2:]], lr=1.0, is_first_step=True, **OPTIONS
         )
     line = torch.zeros(5, device=DEVICE)
+    with pytest.raises(ValueError, match="must not share memory"):
+        square = line.as_strided((2, 2), (1, 1))
+        amp_kernels.sgd_([square], [torch.ones(2, 2, device=DEVICE)], [], lr=1.0, is_first_step=True, **PLAIN)
     for params, grads in (([line[:3], line[2:]], ones), ([line[:3]], [ones[0]])):
         buffers = [torch.zeros(3, device=DEVICE) for _ in params] if len(params) == 2 else [line[2:]]
         with pytest.raises(ValueError, match="must not share memory"):
