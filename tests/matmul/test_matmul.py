@@ -327,7 +327,7 @@ def samples() -> list[Any]:
 
 
 def padded_samples() -> Iterator[Any]:
-    """Products of torch, with operands of every layout, some of which are padded."""
+    """Products of torch, with operands of every layout. Some operands are padded."""
     low = torch.float16
     x, weight, bias = randn(18, 21), randn(20, 21, seed=1), randn(20, seed=2)
     term, fine = bias.expand(18, 20), (randn(24, 40), randn(40, 16, seed=1))
