@@ -79,7 +79,8 @@ def reader() -> tuple[Any, tuple[Any, ...]] | None:
     api = torch_private.tensor_exchange_api()
     if api is None or not load():
         return None
-    ones = torch.ones(4, device="cpu")  # C++ takes the C functions of its methods
+    # C++ takes the C functions of the tensor's methods. Default dtypes and devices are the user's, so none is left out.
+    ones = torch.ones(4, dtype=torch.float32, device="cpu")
     torchs = (api, Tensor, Parameter, ones.is_neg, ones.is_inference, DTensor, *torch_private.dtensor_attributes())
     compiled: Any = importlib.import_module("amp_kernels._C")
     try:
@@ -88,8 +89,8 @@ def reader() -> tuple[Any, tuple[Any, ...]] | None:
         _ = compiled.make_step, compiled.step, compiled.gradient_pass, compiled.update
     except (AttributeError, TypeError, ValueError, NotImplementedError):  # `_C` or `api` is of another version
         return None
-    clone = torch_private.lazy_clone(ones)
-    compiled.gradient_pass(torchs, [clone], None, torch.zeros((), device="cpu"), None, False)
+    clone, found_inf = torch_private.lazy_clone(ones), torch.zeros((), dtype=torch.float32, device="cpu")
+    compiled.gradient_pass(torchs, [clone], None, found_inf, None, False)  # C++ would write what a lazy clone shares
     return None if torch_private.is_lazy_clone(clone) else (compiled, torchs)
 
 

@@ -1,4 +1,4 @@
-"""Calls on lists of tensors that C++ takes whole (csrc/ops/lists.h), and those that it leaves to operators."""
+"""Calls on lists of tensors. C++ takes plain lists in one call (csrc/ops/lists.h), and leaves others to operators."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from optim_cases import ALL, parameters, randn, set_grads
+from optim_cases import ALL, Operators, parameters, randn, set_grads
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import amp_kernels
 from amp_kernels import _loader, testing, torch_private, use_backend
@@ -116,18 +115,8 @@ def test_versions_rise() -> None:
 
 
 # --------------------------------------------------------------------------------------------- what operators take
-class Seen(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
-
-
 def by_a_mode(call: Callable[[], object]) -> list[str]:
-    with Seen() as seen:
+    with Operators() as seen:
         call()
     return seen.names
 
@@ -363,6 +352,17 @@ def test_a_torch_whose_dlpack_leaves_clones_lazy_is_not_read(monkeypatch: pytest
     try:
         assert _loader.reader() is None
     finally:
+        _loader.reader.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_a_default_dtype_does_not_stop_the_reader(dtype: torch.dtype) -> None:
+    _loader.reader.cache_clear()
+    torch.set_default_dtype(dtype)
+    try:
+        assert _loader.reader() is not None
+    finally:
+        torch.set_default_dtype(torch.float32)
         _loader.reader.cache_clear()
 
 
