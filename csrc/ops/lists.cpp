@@ -58,7 +58,7 @@ struct FromPython {
     return model->describe(torch, tensor) && !torch.is_negated(tensor);
   }
 
-  // The operator copies a tensor that kernels cannot walk as it is.
+  // Copies nothing: if kernels cannot walk a tensor as it is, the call fails, and the operator copies the tensor.
   static bool copy(PyObject*, const int64_t*, bool, Model*) { return false; }
   static void copy_back() {}
 
@@ -71,8 +71,8 @@ struct FromPython {
   }
 };
 
-// Reads the arguments of operators. An absent argument is null. The dispatcher has resolved negated tensors. Tensors
-// that kernels cannot walk as they are are copied.
+// Reads the arguments of operators. An absent argument is null. The dispatcher has resolved negated tensors. If kernels
+// cannot walk a tensor as it is, copy() copies it.
 struct FromOperator {
   using Object = const Tensor*;
   static constexpr bool kHoldsGil = false;
@@ -113,8 +113,8 @@ struct FromOperator {
   }
 };
 
-// Takes the address of a tensor with one fp32 number. If the tensor is absent, the address is null. Returns false if it
-// is not such a tensor, or not on this device.
+// Takes the address of a tensor with one fp32 number. If the tensor is absent, the address is null. Returns false if
+// the tensor has another dtype or size, or is on another device.
 template <class From>
 bool take_scalar(const From& from, typename From::Object tensor, const Place& place, float** address) {
   *address = nullptr;

@@ -1,7 +1,7 @@
 // The operators on lists of tensors, each in one call. amp_kernels/ops/lists.py takes the calls that these refuse.
 //
-// Both functions return True. If a list holds a tensor that kernels cannot walk as it is, or that does not fit, or if
-// tensors to be written overlap, they do nothing and return False.
+// Both functions return True. In three cases they do nothing and return False: kernels cannot walk a tensor as it is, a
+// tensor does not fit, or tensors to be written overlap.
 #pragma once
 
 #include "python.h"

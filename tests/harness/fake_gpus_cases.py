@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from optim_cases import FULL, TORCH
+from optim_cases import FULL, TORCH, Operators
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -737,18 +737,6 @@ def test_a_capture_loads_and_waits_for_nothing(fake_gpus: Any, family: Any, prep
     with fake_gpus.capture():
         captured(optimizer)
     assert not any(map(torch.equal, before, optimizer.param_groups[0]["params"]))
-
-
-class Operators(TorchDispatchMode):
-    """Collects the names of operators that are called from Python."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
 
 
 class Arguments(TorchDispatchMode):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_kernels import GradScaler, testing
 from amp_kernels.optim import FusedAdam, FusedAdamW
@@ -208,3 +209,15 @@ def iterate(
         scaler.unscale_(optimizer)
     scaler.step(optimizer)
     scaler.update()
+
+
+class Operators(TorchDispatchMode):
+    """Collects the names of operators that are called from Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
