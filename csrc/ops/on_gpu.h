@@ -35,32 +35,19 @@ inline bool has_kernels_for(int32_t gpu) {
   return kept_answer(gpu, [gpu] { return why_not_on(gpu).empty(); });
 }
 
-// Returns the index of the GPU of the first argument that is on a GPU. If no argument is on a GPU, returns -1. In a
-// list of tensors, only the first tensor is looked at. Optional tensors are not looked at.
-template <class T>
-int32_t gpu_of(const T&) {
-  return -1;
-}
+// Returns the index of the GPU of an operator's first argument, and -1 if it is not on a GPU. The other tensors of an
+// operator are on the same device. For an empty list no kernel runs.
 inline int32_t gpu_of(const Tensor& tensor) { return tensor.get_device_index(); }
 inline int32_t gpu_of(const std::vector<Tensor>& tensors) { return tensors.empty() ? -1 : gpu_of(tensors[0]); }
 
-template <class T, class... Rest>
-int32_t gpu_of(const T& first, const Rest&... rest) {
-  const int32_t gpu = gpu_of(first);
-  if constexpr (sizeof...(Rest) > 0) {
-    return gpu >= 0 ? gpu : gpu_of(rest...);
-  }
-  return gpu;
-}
-
 template <class Name, auto kFunction>
 struct OnGpu;
-template <class Name, class Result, class... Arguments, Result (*kFunction)(Arguments...)>
+template <class Name, class Result, class First, class... Rest, Result (*kFunction)(First, Rest...)>
 struct OnGpu<Name, kFunction> {
-  static Result run(Arguments... arguments) {
-    const int32_t gpu = gpu_of(arguments...);
-    if (gpu < 0 || has_kernels_for(gpu)) return kFunction(std::move(arguments)...);
-    return call<Result>({Name::uncompiled()}, arguments...);
+  static Result run(First first, Rest... rest) {
+    const int32_t gpu = gpu_of(first);
+    if (gpu < 0 || has_kernels_for(gpu)) return kFunction(std::move(first), std::move(rest)...);
+    return call<Result>({Name::uncompiled()}, first, rest...);
   }
 };
 
