@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from . import torch_private
+from ._shards import check_group
 from ._zero_gradients import ZeroGradients
 from .functional.unscale import to_device, unscale_
 from .ops.checks import why_not_loaded
@@ -77,21 +78,6 @@ def _check_device(device: Any) -> None:
         remedy = "; for a GPU pass 'cuda'" if isinstance(device, str) else ""
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"GradScaler: device must be a device type like 'cuda' or 'cpu', got {device!r}{remedy}") from None
-
-
-def _check_group(group: Any, device_type: str) -> None:
-    if not isinstance(group, dist.ProcessGroup):
-        is_of_others = group == dist.GroupMember.NON_GROUP_MEMBER
-        got = "a group without this rank" if is_of_others else f"a {type(group).__name__}"
-        raise (ValueError if is_of_others else TypeError)(
-            f"GradScaler: process_group must be a torch.distributed.ProcessGroup that this rank belongs to, got {got}"
-        )
-    backends = dist.get_backend_config(group)
-    if device_type not in dict(part.split(":") for part in backends.split(",")):
-        raise ValueError(
-            f"GradScaler: process_group must reduce {device_type} tensors, got a group with backends {backends}; make "
-            f"it with torch.distributed.new_group and a backend for {device_type}"
-        )
 
 
 class _Rule(NamedTuple):
@@ -229,7 +215,7 @@ class GradScaler(torch.amp.GradScaler):
         _check_device(device)
         _check_numbers("GradScaler", options)
         if process_group is not None:
-            _check_group(process_group, torch.device(device).type)
+            check_group("GradScaler", "process_group", process_group, torch.device(device).type)
         init_scale = min(max(init_scale, min_scale), max_scale)
         if enabled and device == "cuda" and amp_definitely_not_available():  # torch would warn of its own scaler
             warnings.warn(
@@ -416,25 +402,31 @@ class GradScaler(torch.amp.GradScaler):
 
     def _record(self, optimizer: FusedOptimizer, verdict: Verdict) -> Verdict:
         """Registers the optimizer's log. Returns `verdict` with the `found_inf` that all ranks agree on."""
-        flag = verdict.found_inf
+        flag = verdict.found_inf  # ranks of DTensors and of a `norm_group` have agreed on it
         self._logs[optimizer._log] = self._iterations - optimizer._log.checks, ref(optimizer)
-        flags = self._agree_over_group({} if flag is None else {flag.device: flag})
+        flags = self._agree_over_groups({} if flag is None else {flag.device: flag}, self._process_group)
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
         return verdict._replace(found_inf=next(iter(flags.values()), None))
 
-    def _agree_over_group(self, flags: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
-        if self._process_group is None:
+    def _agree_over_groups(
+        self, flags: dict[torch.device, Tensor], *groups: dist.ProcessGroup | None
+    ) -> dict[torch.device, Tensor]:
+        groups = tuple(group for group in groups if group is not None)
+        if not groups:
             return flags
         scale, _ = self._check_scale_growth_tracker("step")
         found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
         for flag in flags.values():
             found_inf += to_device(flag, scale.device)
-        dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self._process_group)
+        for group in groups:
+            dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)
         return {scale.device: found_inf}
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
+        inside = (inner._norm_group for inner in innermost(optimizer) if isinstance(inner, FusedOptimizer))
+        groups = dict.fromkeys((self._process_group, *inside))  # without doubles
         by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
         for param in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
             if param.grad.is_sparse and param.grad.dtype is torch.float16:
@@ -442,12 +434,13 @@ class GradScaler(torch.amp.GradScaler):
                 param.grad = param.grad.coalesce()
             grad = param.grad._values() if param.grad.is_sparse else param.grad
             if isinstance(grad, DTensor) or grad.dtype not in DTYPE_CODES:
-                return self._agree_over_group(super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16))
+                flags = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+                return self._agree_over_groups(flags, *groups)
             by_device[grad.device].append(grad)
         flags = {device: torch.zeros((), dtype=torch.float32, device=device) for device in by_device}
         for device, grads in by_device.items():
             unscale_(grads, inv_scale=inv_scale, found_inf=flags[device])
-        return self._agree_over_group(flags)
+        return self._agree_over_groups(flags, *groups)
 
     def _maybe_opt_step(
         self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import Parameter
 from torch.utils import _python_dispatch
 
 
@@ -55,6 +58,44 @@ def dtensor_attributes() -> tuple[str, str]:
     return "_local_tensor", "_spec"
 
 
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the device mesh that `mesh` was sliced or flattened from, or `mesh` itself (_shards.py).
+
+    If torch lacks the method, a mesh without all ranks raises an error, since it may be a slice.
+    """
+    ask = getattr(mesh, "_get_root_mesh", None)
+    if ask is None and mesh.size() < torch.distributed.get_world_size():
+        raise RuntimeError(
+            "amp_kernels: this torch cannot tell whether a device mesh is a slice; use torch 2.10 to 2.13"
+        )
+    root: DeviceMesh = mesh if ask is None else ask()
+    return root
+
+
+def is_flattened_by_fsdp1(param: Tensor) -> bool:
+    """Return whether a parameter is a flat parameter of FSDP1, or is part of one. False in a torch without FSDP1."""
+    return getattr(param, "_fsdp_flattened", False)
+
+
+def are_cut_by_fsdp1(params: Sequence[Tensor]) -> list[bool]:
+    """Return for each parameter whether FSDP1 has cut it, so that every rank has another part of it.
+
+    With the strategy NO_SHARD it cuts none. Only the flat parameter has attributes that tell. The original parameters
+    (``use_orig_params=True``) do not refer to it, so this function searches all objects for it, which takes 0.1 s. A
+    parameter whose flat parameter is not found counts as cut.
+    """
+    flat = {id(p): p for p in params if hasattr(p, "_unpadded_unsharded_size")}
+    if any(is_flattened_by_fsdp1(p) and id(p) not in flat for p in params):
+        for found in (x for x in gc.get_objects() if type(x) is Parameter and hasattr(x, "_is_flat_param")):
+            flat.update((id(p), found) for p in getattr(found, "_params", None) or ())
+
+    def is_cut(p: Tensor) -> bool:
+        whole = flat.get(id(p))
+        return whole is None or hasattr(whole, "_full_param_padded") or whole._unpadded_unsharded_size != whole.size()
+
+    return [is_flattened_by_fsdp1(p) and is_cut(p) for p in params]
+
+
 def dispatch_mode_count() -> Callable[[], int] | None:
     """Return the function that counts the dispatch modes of this thread, for C++ (optim/_plan.py).
 
@@ -62,6 +103,16 @@ def dispatch_mode_count() -> Callable[[], int] | None:
     None. Every step is then taken in Python.
     """
     return None if _has_modes is _watches else _has_modes
+
+
+def increment_version() -> Callable[[Any], None]:
+    """Return the function that raises the version counters of tensors in a list, for C++ (optim/_plan.py).
+
+    It is the C function that `torch.autograd.graph.increment_version` calls, or in a torch without it that one. Python
+    in between takes 0.2 us, a fiftieth of the shortest step.
+    """
+    public: Callable[[Any], None] = torch.autograd.graph.increment_version
+    return getattr(torch._C, "_increment_version", public)
 
 
 def is_watched() -> bool:

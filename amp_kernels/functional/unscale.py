@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -10,7 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor, Replicate
 
+from .. import _shards
 from ..ops import unscale as ops
 from ..ops.checks import as_list, check_are_tensors, check_scalar, to_list
 from ..ops.library import call, note_written
@@ -57,10 +61,13 @@ def grad_norm(grads: Sequence[Tensor], *, inv_scale: Tensor | None = None, found
     The result is `sqrt(sum((inv_scale * grad)^2))`. Squares are summed in fp32, a few at a time. The fp32 sums are then
     summed in fp64. Elements whose fp32 sum may have overflowed or lost small squares are squared and summed a second
     time, in fp64 or scaled by a power of 2, so that every finite element counts. Not differentiable. The errors are
-    those of `unscale_`, but a gradient may be expanded.
+    those of `unscale_`, but a gradient may be expanded. If there are DTensors on two device meshes, one mesh must have
+    all ranks of the other.
 
     Args:
-        grads: fp16, bf16 or fp32 tensors of any sizes and strides, on any devices. They are not changed.
+        grads: fp16, bf16 or fp32 tensors of any sizes and strides, on any devices. They are not changed. If one is a
+            DTensor, norm and `found_inf` are those of all ranks of its mesh. These ranks all have to make this call,
+            with gradients on the same meshes.
         inv_scale: One fp32 element; None for 1.
         found_inf: One fp32 element, or None. It becomes 1.0 if a gradient holds NaN or inf. It is never set to 0.
 
@@ -74,6 +81,8 @@ def grad_norm(grads: Sequence[Tensor], *, inv_scale: Tensor | None = None, found
     """
     grads = as_list("grad_norm", "grads", grads)
     norm = norm_in_one_call(grads, inv_scale, found_inf)
+    if norm is None and any(isinstance(g, DTensor) for g in grads):
+        return _norm_over_ranks(grads, inv_scale, found_inf)
     if norm is None:
         check_scalar("grad_norm", "inv_scale", inv_scale)
         check_scalar("grad_norm", "found_inf", found_inf)
@@ -82,6 +91,46 @@ def grad_norm(grads: Sequence[Tensor], *, inv_scale: Tensor | None = None, found
     if found_inf is not None:
         note_written([found_inf])
     return norm
+
+
+def _norm_over_ranks(
+    grads: Sequence[Tensor], inv_scale: Tensor | None, found_inf: Tensor | None, absent: Sequence[Tensor] = ()
+) -> Tensor:
+    """Computes `grad_norm` of DTensors. `absent`: parameters without a gradient on this rank, but perhaps on others."""
+    check_scalar("grad_norm", "inv_scale", inv_scale)
+    check_scalar("grad_norm", "found_inf", found_inf)
+    settled = [_settled(g) if isinstance(g, DTensor) else g for g in grads]
+    shards = _shards.of_dtensors([*settled, *absent])
+    if shards is None:
+        return grad_norm([local(g) for g in settled], inv_scale=inv_scale, found_inf=found_inf)
+    shards.check("grad_norm", is_ok_alone=True)
+    by_weight: dict[float, list[Tensor]] = {}
+    for gradient, weight in zip(settled, shards.weights, strict=False):
+        by_weight.setdefault(weight, []).append(local(gradient))
+    flag = torch.zeros((), dtype=torch.float32, device=shards.device)
+    norms = [
+        math.sqrt(weight) * to_device(grad_norm(own, inv_scale=inv_scale, found_inf=flag), shards.device).double()
+        for weight, own in by_weight.items()
+    ]
+    norm = total_norm(norms) if norms else torch.zeros_like(flag)
+    shards.add_up_(norm, flag)
+    if found_inf is not None:
+        found_inf.copy_(torch.where(to_device(flag, found_inf.device).view_as(found_inf) != 0, 1.0, found_inf))
+        note_written([found_inf])
+    return norm
+
+
+def _settled(gradient: DTensor) -> DTensor:
+    """Returns a gradient whose parts need not be added up over ranks."""
+    if not any(placement.is_partial() for placement in gradient.placements):
+        return gradient
+    return gradient.redistribute(placements=[Replicate() if p.is_partial() else p for p in gradient.placements])
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor; any other tensor itself."""
+    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return part.wait() if isinstance(part, AsyncCollectiveTensor) else part
 
 
 def to_device(scalar: Tensor, device: torch.device) -> Tensor:
@@ -115,13 +164,15 @@ def clip_grad_norm_(
     The other arguments are those of `torch.nn.utils.clip_grad_norm_`.
 
     Args:
+        parameters: Tensors with gradients. If there are DTensors, the norm is that of all ranks of their meshes. These
+            ranks all have to make this call, even without a gradient.
         norm_type: Type of the norm. `torch.nn.utils.clip_grad_norm_` is called instead of the two passes if this is not
-            2, or if a gradient is sparse, of a tensor subclass, or of another dtype than fp16, bf16 and fp32.
+            2, or if a gradient is sparse, of another tensor subclass, or of another dtype than fp16, bf16 and fp32.
         error_if_nonfinite: Raise an error if the norm is NaN or inf. This waits for the device.
         foreach: Passed on to `torch.nn.utils.clip_grad_norm_` if that is called; otherwise unused.
 
     Returns:
-        The norm before clipping, a 0-dim tensor.
+        The norm before clipping, a plain 0-dim tensor.
 
     Raises:
         RuntimeError: The norm is not finite and `error_if_nonfinite` is True.
@@ -140,10 +191,16 @@ def clip_grad_norm_(
         # torch gives this warning too.
         warnings.warn("`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=3)
     grads = [p.grad for p in parameters if p.grad is not None]
-    fit = all(type(g) is Tensor and g.layout is torch.strided and g.dtype in DTYPE_CODES for g in grads)
-    if float(norm_type) != 2.0 or not grads or not fit:
+    kinds = set(map(type, grads))
+    fit = kinds <= {Tensor, DTensor} and all(g.layout is torch.strided and g.dtype in DTYPE_CODES for g in grads)
+    is_spread = DTensor in kinds or DTensor in set(map(type, parameters))
+    if float(norm_type) != 2.0 or not (grads or is_spread) or not fit:
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
-    norm = grad_norm(grads)
+    if is_spread:
+        norm = _norm_over_ranks(grads, None, None, absent=[p for p in parameters if p.grad is None])
+        grads = [local(g) for g in grads]
+    else:
+        norm = grad_norm(grads)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
             f"clip_grad_norm_: the norm of the gradients must be finite, got {norm.item()}; "

@@ -18,11 +18,14 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT, _global_optimizer_pre_hooks
 
-from .. import backends
+from .. import _shards, backends, torch_private
+from .._shards import Shards
 from ..functional.unscale import grad_norm, to_device, total_norm
 from ..ops.table import DTYPE_CODES, RECORD
 from ._checkpoints import WithCheckpoints
@@ -31,11 +34,14 @@ from ._reference_plan import ReferencePlan
 from ._state import check_max_grad_norm, check_options, check_params, check_state_dtype, restored, storages
 from ._sweep import CHANGED, CLEAR, KEEP, PASS, READ, TAKEN, UPDATE, WRITE, sweep
 from ._tensors import check_parameter, dense, local
-from ._wrappers import caller, is_in_wrappers_of_torch, wrapped
+from ._wrappers import caller, holder_of_more, is_in_wrappers_of_torch, wrapped
 
 # ZeroRedundancyOptimizer, and the scaler that reads an attribute, can be found only on the call stack (`caller`).
 _ZERO, _SCALER = "torch.distributed.optim.zero_redundancy_optimizer", "torch.amp.grad_scaler"
-_READ_BY_CPP: tuple[Plan, ...] = ()  # in place of plans that Python has refreshed
+# Two constants that `Verdict.plans` may be. `_READ_BY_CPP`: C++ has read the tensors. `_ADDED_UP`: the step reads the
+# tensors again, but ranks have added up their squares already, and must not do so twice.
+_READ_BY_CPP: tuple[Plan, ...] = ()
+_ADDED_UP: list[Plan] = []
 _FIXED = (float, int, str, torch.dtype, type(None))  # types of options whose values cannot change in place
 _NEAR = 40  # calls from the step of a scaler to that of an optimizer inside a holder, of which hooks make several each
 
@@ -66,15 +72,16 @@ class OverflowLog:
             _, _, number, member = record.tolist()
             if number > 0:
                 names = self.names[device]
-                yield number, names[member] if member < len(names) else "a parameter that was removed"
+                gone = "a parameter of another rank, or one that was removed"
+                yield number, names[member] if member < len(names) else gone
 
 
 class Verdict(NamedTuple):
     """The result of a gradient pass under a scaler, for the step that follows.
 
     plans: The plans that the pass has refreshed. The step uses them without reading the tensors again, which saves
-        20 us. `_READ_BY_CPP` if C++ has read the tensors. None if gradients may change before the step: in step hooks,
-        or after `unscale_`.
+        20 us. `_READ_BY_CPP` if C++ has read the tensors. After `unscale_`, None. If there are step hooks, which may
+        change gradients, None, or with shards `_ADDED_UP`.
     """
 
     grad_scale: Tensor | None  # the update divides gradients by it; None if they are already unscaled
@@ -93,6 +100,11 @@ class FusedOptimizer(WithCheckpoints):
     _plan_params: list[list[Tensor]]
     _plan_state: tuple[list[Any], list[Any]]
     _plan_keys: tuple[tuple[str | None, ...], ...] | None = None  # for each group, the names of its states
+    _norm_group: dist.ProcessGroup | None
+    _is_whole = False  # whether `norm_group` was a group of this rank alone
+    _shards: Shards | None = None  # made with the plans; None if each rank has all gradients
+    _ids: Tensor | None = None  # of the parameters; see `Shards.ids_of`
+    _whole: list[Plan] | None = None  # the last plans for which it was found that their norm is the global one
     _captured: tuple[Plan, ...] = ()  # dropped plans whose memory CUDA graphs still use
     # The next three attributes are the verdict of a scaler on the current step. torch's scaler sets `grad_scale` and
     # `found_inf`. `_step_under` sets all three.
@@ -118,6 +130,7 @@ class FusedOptimizer(WithCheckpoints):
         *,
         max_grad_norm: float | None,
         state_dtype: torch.dtype | str,
+        norm_group: dist.ProcessGroup | None,
         foreach: bool | None,
         fused: bool | None,
         differentiable: bool,
@@ -131,12 +144,16 @@ class FusedOptimizer(WithCheckpoints):
         dtype = check_state_dtype(name, state_dtype)
         check_params(name, params)
         check_options(name, {**options, "max_grad_norm": max_grad_norm})
+        if norm_group is not None:
+            _shards.check_group(name, "norm_group", norm_group)
         if foreach and fused:
             raise RuntimeError(f"{name}: foreach and fused must not both be True; leave both out, they have no effect")
         given: Any = params if isinstance(params, Tensor) else list(params)  # for a Tensor torch raises an error
         with restored(group for group in given if isinstance(group, dict)):
             super().__init__(given, foreach=False, **options)  # type: ignore[call-arg]
         self._setup(max_grad_norm=max_grad_norm, state_dtype=dtype, foreach=foreach, fused=fused)
+        self._is_whole = norm_group is not None and dist.get_world_size(norm_group) == 1
+        self._norm_group = None if self._is_whole else norm_group
 
     def _setup(
         self, *, max_grad_norm: float | None, state_dtype: torch.dtype, foreach: bool | None, fused: bool | None
@@ -147,13 +164,17 @@ class FusedOptimizer(WithCheckpoints):
             group.setdefault("max_grad_norm", max_grad_norm)
             group.setdefault("state_dtype", state_dtype)
         self._norm: Tensor | None = None
+        self._norm_group = None
         self._log = OverflowLog()
+        self._note_given()
 
     # ---------------------------------------------------------------------------------------------- public properties
     @property
     def max_grad_norm(self) -> float | None:
         """The norm that gradients are clipped to inside the step, or None. Setting it sets every group's option."""
         norms = [group["max_grad_norm"] for group in self.param_groups] or [self.defaults["max_grad_norm"]]
+        if norms == [None]:  # nothing to check, which saves 0.1 us in every step
+            return None
         if norms.count(norms[0]) < len(norms):
             raise ValueError(
                 f"{type(self).__name__}: max_grad_norm must be the same in all parameter groups, since it bounds the "
@@ -172,8 +193,11 @@ class FusedOptimizer(WithCheckpoints):
     def grad_norm(self) -> Tensor | None:
         """The gradient norm before clipping, as last measured by a step or a scaler. None if it was not measured yet.
 
-        It is a copy: 0-dim, fp32, on the device of the parameters. For DTensors it is the norm of this rank's shards.
+        It is a copy: 0-dim, fp32, on the device of the parameters. For DTensors, and with `norm_group`, it is the norm
+        over all ranks. Raises RuntimeError if ranks cannot add up all gradients, for example as stages of a pipeline.
         """
+        if self._norm is not None and self._shards is not None:
+            self._shards.check(f"{type(self).__name__}.grad_norm")
         return None if self._norm is None else self._norm.clone()
 
     @property
@@ -195,6 +219,13 @@ class FusedOptimizer(WithCheckpoints):
         and ``found_inf`` on that object, where this optimizer does not read them.
         """
         scaler = caller(_SCALER)
+        if self._norm_group is not None and scaler is not None:
+            kind = type(scaler.f_locals["self"])
+            if kind is torch.amp.GradScaler or (kind is ShardedGradScaler and self._takes_verdicts()):
+                raise RuntimeError(
+                    f"{type(self).__name__}: norm_group must be None under torch's {kind.__name__}, whose ranks do not "
+                    "agree on a skip here; use amp_kernels.GradScaler"
+                )
         return self._takes_verdicts() and (scaler is None or scaler.f_locals.get("optimizer") is self)
 
     def _takes_verdicts(self) -> bool:
@@ -205,9 +236,8 @@ class FusedOptimizer(WithCheckpoints):
 
     def _is_flattened(self) -> bool:
         # FSDP1 needs a process group. If there is none, a step need not look at every parameter (perhaps a thousand).
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            return False
-        return any(getattr(p, "_fsdp_flattened", False) for group in self.param_groups for p in group["params"])
+        params = (p for group in self.param_groups for p in group["params"])
+        return _has_ranks() and any(map(torch_private.is_flattened_by_fsdp1, params))
 
     # ------------------------------------------------------------------------------------------------------- step
     @torch.compiler.disable
@@ -225,8 +255,9 @@ class FusedOptimizer(WithCheckpoints):
             TypeError: A parameter or gradient is not fp32, fp16 or bf16. Or it has no memory of its own, for example
                 because it is a wrapper subclass, a fake or a meta tensor.
             RuntimeError: A gradient is sparse, or differs from its parameter in shape, device or mesh. Or two tensors
-                that the step writes share memory. Or `max_grad_norm` is set and parameters are sharded. Or the step is
-                captured in a CUDA graph before there is state.
+                that the step writes share memory. Or `max_grad_norm` is set, this rank has only a part of the
+                gradients, and it is not known which ranks have the other parts (see the guide to trainers). Or the step
+                is captured in a CUDA graph before there is state, or with DTensors.
 
         Examples:
             >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -243,18 +274,35 @@ class FusedOptimizer(WithCheckpoints):
         grad_scale = found_inf = None
         if "found_inf" in self.__dict__:
             grad_scale, found_inf = _scalar(self, "grad_scale"), _scalar(self, "found_inf")
-        max_norm = self.max_grad_norm
+        max_norm, checked = self.max_grad_norm, self._checked_plans
         if max_norm is not None:
-            self._refuse_partial_norm()
-        if not self._step_in_one_call(grad_scale, found_inf, max_norm):
-            self._step_in_python(grad_scale, found_inf, max_norm)
+            if self._whole is not self._plans:
+                self._warm = None  # `_prepare` has to find out whether the norm is the global one
+            elif self._shards is not None and checked is None:
+                checked = self._measure_norm(grad_scale)
+        if not self._step_in_one_call(checked, grad_scale, found_inf, max_norm):
+            self._step_in_python(checked, grad_scale, found_inf, max_norm)
         return loss
 
-    def _step_in_one_call(self, grad_scale: Tensor | None, found_inf: Tensor | None, max_norm: float | None) -> bool:
+    def _measure_norm(self, grad_scale: Tensor | None) -> tuple[Plan, ...] | None:
+        """Has C++ run the gradient pass before ranks add up. If C++ cannot, returns None."""
+        plan = self._run_warm(READ | PASS | KEEP, grad_scale)
+        if plan is None:
+            return None
+        self._combine([plan])
+        return _READ_BY_CPP
+
+    def _step_in_one_call(
+        self,
+        checked: Sequence[Plan] | None,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+        max_norm: float | None,
+    ) -> bool:
         """Takes the step in one call of C++ (csrc/ops/step.h). If C++ cannot take it, returns False."""
         work = UPDATE
-        if self._checked_plans is not _READ_BY_CPP:
-            work |= READ | (0 if max_norm is None else PASS)
+        if checked is not _READ_BY_CPP:
+            work |= READ | (PASS if checked is None and max_norm is not None else 0)
         plan = self._run_warm(work, grad_scale, found_inf, max_norm)
         if plan is None:
             return False
@@ -269,7 +317,7 @@ class FusedOptimizer(WithCheckpoints):
     ) -> Plan | None:
         """Has C++ do `work`. Returns None if it did nothing, because something is not as in the step before."""
         warm = self._warm
-        if warm is None or self._observer is not None or capturing(warm.plan.device):
+        if warm is None or self._observer is not None or (warm.is_gpu and torch.cuda.is_current_stream_capturing()):
             return None
         if work & WRITE and warm.modes() == 0:  # in a mode that makes fake tensors nothing can be copied, or done
             self._copy_verdict()
@@ -323,13 +371,18 @@ class FusedOptimizer(WithCheckpoints):
 
     @torch.inference_mode(False)  # state made in inference mode could not be written outside of it
     @torch.no_grad()
-    def _step_in_python(self, grad_scale: Tensor | None, found_inf: Tensor | None, max_norm: float | None) -> None:
+    def _step_in_python(
+        self,
+        checked: Sequence[Plan] | None,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+        max_norm: float | None,
+    ) -> None:
         with self._forgetting():
-            plans = self._checked_plans or ()
-            if not plans:
-                plans = self._prepare()
-                if max_norm is not None:
-                    self._run_gradient_pass(plans, grad_scale, write=False, clear=False)
+            plans = checked or self._prepare()
+            if checked is None and max_norm is not None:
+                self._run_gradient_pass(plans, grad_scale, write=False, clear=False)
+                self._combine(plans)
             self._note_step(found_inf, plans[0].written if plans else ())
             norm = self._norm if max_norm is not None else None
             observer = self._observer
@@ -412,7 +465,7 @@ class FusedOptimizer(WithCheckpoints):
         by_device: dict[torch.device, list[Tensor]] = {}
         for param in (p for group in groups for p in group["params"]):
             gradient = param.grad
-            if isinstance(param, DTensor) or getattr(param, "_fsdp_flattened", False):
+            if isinstance(param, DTensor) or torch_private.is_flattened_by_fsdp1(param):
                 return None
             if gradient is None:
                 continue
@@ -426,26 +479,76 @@ class FusedOptimizer(WithCheckpoints):
         return any_of(flags)
 
     def _refuse_partial_norm(self) -> None:
-        """Raises RuntimeError if this rank holds only a part of the gradients."""
-        parts = {
-            "DTensor parameters": self._has_dtensors(),
-            "parameters of FSDP1": self._is_flattened(),
-            "ZeroRedundancyOptimizer": caller(_ZERO) is not None,
-        }
-        for what, is_so in parts.items():
-            if is_so:
+        """Raises RuntimeError if this rank has a part of the gradients, and does not know which ranks have the rest."""
+        if self._shards is not None:
+            self._shards.check(f"{type(self).__name__} with max_grad_norm")
+        elif self._norm_group is None and not self._is_whole and _has_ranks() and dist.get_world_size() > 1:
+            what = ""
+            if self._is_flattened():
+                what = "parameters of FSDP1"
+            elif caller(_ZERO) is not None:
+                what = "a ZeroRedundancyOptimizer"
+            elif (holder := holder_of_more(self)) is not None:
+                what = f"a {type(holder).__name__}, which has more parameters than this optimizer,"
+            elif self._are_replaced():
+                what = "parameters that other code has put in place of those given to the optimizer,"
+            if what:
                 raise RuntimeError(
-                    f"{type(self).__name__}: max_grad_norm must be None with {what}, since each rank would clip by the "
-                    "norm of its part; call torch's clip_grad_norm_, or FSDP's, before the step"
+                    f"{type(self).__name__}: max_grad_norm must be None with {what} since each rank would clip by the "
+                    "norm of its part; pass norm_group=, the process group whose ranks hold the other parts, or clip "
+                    "before the step; if this rank has all gradients, pass "
+                    "norm_group=torch.distributed.new_subgroups(group_size=1)[0]"
                 )
+        self._whole = self._plans
+
+    def _note_given(self) -> None:
+        # These are `id`s, since a weak reference would forbid torch.utils.swap_tensors. An `id` can be that of another
+        # object only after its parameter was deleted. Parameters that a wrapper shards live on in the model.
+        self._given = {id(p) for group in self.param_groups for p in group["params"]}
+
+    def _are_replaced(self) -> bool:
+        """Whether other code has put ordinary tensors in place of all parameters, as wrappers do with flat shards."""
+        current = [id(p) for _, _, p in self._named_parameters()]
+        return bool(current and self._given) and self._given.isdisjoint(current)
 
     def _run_gradient_pass(self, plans: Sequence[Plan], scale: Tensor | None, *, write: bool, clear: bool) -> None:
-        """Runs the gradient pass on every device; see `Plan.check`."""
+        """Runs the gradient pass on every device; see `Plan.check`. `_combine` has to follow."""
         self._log.checks += clear
         for plan in plans:
             plan.check(_on(scale, plan.device), write=write, clear=clear)
-        norms = [plan.norm for plan in plans]
-        self._norm = total_norm(norms) if len(norms) > 1 else next(iter(norms), None)
+
+    def _combine(self, plans: Sequence[Plan], *, is_counted: bool = False) -> Tensor | None:
+        """Combines the results of a gradient pass over all devices and ranks. Returns the flag, and sets `_norm`.
+
+        A rank without a gradient takes part too, since the other ranks wait for it. `is_counted`: the pass was counted
+        in the records of `plans`.
+        """
+        if self._shards is None and len(plans) == 1:
+            self._norm = plans[0].norm
+            return plans[0].found_inf
+        with torch.inference_mode(False), torch.no_grad():
+            norms = [plan.norm for plan in plans]
+            self._norm = total_norm(norms) if len(norms) > 1 else next(iter(norms), None)
+            found_inf = any_of([plan.found_inf for plan in plans])
+            return found_inf if self._shards is None else self._add_up(plans, found_inf, is_counted)
+
+    def _add_up(self, plans: Sequence[Plan], found_inf: Tensor | None, is_counted: bool) -> Tensor:
+        """Does the part of `_combine` that needs the other ranks."""
+        assert self._shards is not None
+        own: Sequence[Plan] = self._plans or ()
+        zero = torch.zeros((), dtype=torch.float32, device=self._shards.device)
+        self._norm = zero.clone() if self._norm is None else to_device(self._norm, zero.device)
+        found_inf = zero if found_inf is None else to_device(found_inf, zero.device)
+        record = ids = None
+        if is_counted:
+            has_one = len(own) == 1
+            if self._ids is None:
+                self._ids = self._shards.ids_of(own[0].members.names if has_one else ())
+            ids = self._ids
+            record = own[0].record if has_one else torch.zeros(RECORD, dtype=torch.int64, device=zero.device)
+            record[1] += len(plans) == 0
+        self._shards.add_up_(self._norm, found_inf, record, ids)
+        return found_inf
 
     # ------------------------------------------------------------------------------------------- what a scaler calls
     @torch.compiler.disable
@@ -454,23 +557,28 @@ class FusedOptimizer(WithCheckpoints):
         # Step hooks may change gradients after this pass. The step then reads the tensors again. As in torch, gradients
         # from hooks are not checked for NaN and inf, except if `max_grad_norm` is set: then the step runs a second
         # gradient pass. If this pass finds NaN or inf, it sets `Plan.found_inf`, and parameters on one device skip.
+        # With shards the norm is not measured again, because another rank may have no hooks.
         keeps = not (write or self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
-        plan = self._run_warm(READ | PASS | CLEAR | (WRITE if write else 0) | (KEEP if keeps else 0), scale)
+        plan = None
+        if self._shards is None or self._shards.groups:  # otherwise `_check_in_python` raises an error
+            plan = self._run_warm(READ | PASS | CLEAR | (WRITE if write else 0) | (KEEP if keeps else 0), scale)
         if plan is not None:
             plans = [plan]
             self._log.checks += 1
-            self._norm = plan.norm
         else:
             plans = self._check_in_python(scale, write=write, keeps=keeps)
         read = plans if plan is None else _READ_BY_CPP
-        found_inf = self._agree_over_meshes([plan.found_inf for plan in plans])
-        return Verdict(None if write else scale, found_inf, read if keeps else None)
+        found_inf = self._combine(plans, is_counted=True)
+        again = None if write or self._shards is None else _ADDED_UP
+        return Verdict(None if write else scale, found_inf, read if keeps else again)
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def _check_in_python(self, scale: Tensor | None, *, write: bool, keeps: bool) -> list[Plan]:
         with self._forgetting(keeps):
             plans = self._prepare(writes=write)
+            if self._shards is not None:
+                self._shards.check_groups(f"{type(self).__name__}.step")
             if write:
                 self._copy_verdict()
             self._run_gradient_pass(plans, scale, write=write, clear=True)
@@ -481,20 +589,6 @@ class FusedOptimizer(WithCheckpoints):
         last = self._last_found_inf
         if last is not None and any(plan.found_inf is last for plan in self._plans or ()):
             self._last_found_inf = last.clone()
-
-    def _agree_over_meshes(self, flags: list[Tensor]) -> Tensor | None:
-        """Combines the flags of all devices, and of all ranks that hold shards of a parameter.
-
-        A rank without a gradient takes part too, since the other ranks wait for it.
-        """
-        meshes = list(dict.fromkeys(mesh for plan in self._plans or () for mesh in plan.meshes))
-        if not flags and meshes:
-            flags = [torch.zeros((), dtype=torch.float32, device=meshes[0].device_type)]
-        found_inf = any_of(flags)
-        for mesh in meshes:
-            for dim in range(mesh.ndim):
-                torch.distributed.all_reduce(found_inf, torch.distributed.ReduceOp.MAX, group=mesh.get_group(dim))
-        return found_inf
 
     @torch.compiler.disable  # dynamo of torch 2.11 cannot trace how the attributes are set
     def _step_under(self, verdict: Verdict, *args: Any, **kwargs: Any) -> Any:
@@ -518,6 +612,14 @@ class FusedOptimizer(WithCheckpoints):
             )
         self._warm = None
         self._follow()
+        is_spread = self._norm_group is not None or self._has_dtensors()
+        if is_spread and any(capturing(plan.device) for plan in self._plans or ()):
+            raise RuntimeError(
+                f"{type(self).__name__}.step: must not be captured with DTensor parameters or a norm_group, since this "
+                "has not been tried on a GPU yet; capture the forward and backward pass only"
+            )
+        if self._whole is not self._plans and any(group["max_grad_norm"] is not None for group in self.param_groups):
+            self._refuse_partial_norm()
         if not self._refresh(writes):  # a parameter has moved to another device
             self._make_plans()
             if not self._refresh(writes):
@@ -566,13 +668,29 @@ class FusedOptimizer(WithCheckpoints):
             # No device has kernels for a meta parameter. It is put into the first plan. Any plan would do, since each
             # raises an error if such a parameter has a gradient.
             device = first if param.is_meta else param.device
-            members = by_device.setdefault(device, Members([], [], [], []))
+            members = by_device.setdefault(device, Members([], [], [], [], []))
             members.params.append(param)
             members.names.append(name)
             members.groups.append(index)
+        self._ids = None
+        self._shards = self._make_shards([param for members in by_device.values() for param in members.params])
+        weights = iter(() if self._shards is None else self._shards.weights)
+        for members in by_device.values():
+            members.weights[:] = [next(weights, 1.0) for _ in members.params]
         self._plans = [self._make_plan(device, members) for device, members in by_device.items()]
         self._plan_params = [list(group["params"]) for group in self.param_groups]
         self._refresh_state_entries()
+
+    def _make_shards(self, params: list[Tensor]) -> Shards | None:
+        shards = _shards.of_dtensors(params)
+        if self._norm_group is None:
+            return shards
+        if self._has_dtensors():
+            raise RuntimeError(
+                f"{type(self).__name__}: norm_group must be None with DTensor parameters, since their meshes say which "
+                "ranks hold the other parts"
+            )
+        return _shards.of_parts(params, self._norm_group)
 
     def _refresh_state_entries(self) -> None:
         for plan in self._plans or ():
@@ -652,7 +770,15 @@ class FusedOptimizer(WithCheckpoints):
     def _drop_plans(self) -> None:
         # A plan that a CUDA graph uses is kept. Otherwise a later replay of the graph would write into freed memory.
         self._captured += tuple(plan for plan in self._plans or () if plan.is_captured)
-        self._plans = self._warm = None
+        self._plans = self._warm = self._shards = self._whole = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._norm_group is not None:
+            raise TypeError(
+                f"{type(self).__name__}: an optimizer with a norm_group cannot be copied or pickled, since a group "
+                "belongs to its process; save its state_dict()"
+            )
+        return {**super().__getstate__(), **({"_is_whole": True} if self._is_whole else {})}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._drop_plans()
@@ -669,6 +795,9 @@ class FusedOptimizer(WithCheckpoints):
         self._last_found_inf = self._last_taken = None  # they belong to a step before the load
         self.__dict__.setdefault("_log", OverflowLog())
         self.__dict__.setdefault("_norm", None)
+        self.__dict__.setdefault("_norm_group", None)
+        if "_given" not in self.__dict__:  # `load_state_dict` comes here too
+            self._note_given()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as in torch.
@@ -703,6 +832,8 @@ class FusedOptimizer(WithCheckpoints):
                 self.param_groups.pop()
                 check_parameter(name, parameter, wide)
             group.update(own)
+        if "_given" in self.__dict__:  # the constructor of torch calls this method
+            self._given.update(map(id, group["params"]))
 
 
 _OUR_STEP = inspect.unwrap(FusedOptimizer.__dict__["step"])
@@ -735,6 +866,10 @@ def _weak(holder: Any) -> Callable[[], Any]:
 
 def _nothing() -> Any:
     return None
+
+
+def _has_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
 def _version_of(gradient: Tensor) -> int:

@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from .. import torch_private
 from ..ops.table import (
@@ -67,6 +66,7 @@ class Members(NamedTuple):
     names: list[str]
     groups: list[int]
     states: list[dict[str, Any] | None]  # the entries of ``optimizer.state``
+    weights: list[float]  # how often the squares of each gradient count in the norm (_shards.py)
 
 
 class Column(NamedTuple):
@@ -142,8 +142,6 @@ class Plan:
         self.backend = backend
         self.device = device
         self.members = members
-        # The meshes are in the order of the parameters, because every rank has to reduce over them in the same order.
-        self.meshes = list(dict.fromkeys(p.device_mesh for p in members.params if isinstance(p, DTensor)))
         # The `Record` of csrc/table.h, int64: the ticket, the number of passes, and the pass and parameter of the last
         # overflow.
         self.record = record
@@ -213,15 +211,17 @@ class Block(NamedTuple):
     words: Tensor
     forms: Tensor  # [parameters]
     table: Tensor  # [rows, parameters]
+    weights: Tensor  # fp64 [parameters], a last row of the table; or [0]
     rates: Tensor  # [groups], the addresses of the learning rates
     hyper: Tensor  # fp32 [groups, HYPER_COLUMNS]
 
     @classmethod
-    def of(cls, words: Tensor, count: int, rows: int, groups: int) -> Block:
-        """Splits `words` into the parts for `count` parameters."""
-        forms, table, rates, hyper = words.split([count, rows * count, groups, groups * HYPER_WORDS])
+    def of(cls, words: Tensor, count: int, rows: int, weights: int, groups: int) -> Block:
+        """Splits `words` into the parts for `count` parameters. There are as many weights, or none."""
+        parts = words.split([count, rows * count, weights, groups, groups * HYPER_WORDS])
+        forms, table, weights_there, rates, hyper = parts
         hyper = hyper.view(torch.float32).view(groups, HYPER_COLUMNS)
-        return cls(words, forms, table.view(rows, count), rates, hyper)
+        return cls(words, forms, table.view(rows, count), weights_there.view(torch.float64), rates, hyper)
 
 
 class Layout(NamedTuple):
@@ -245,6 +245,7 @@ class Warm(NamedTuple):
     """A call of C++ that takes steps (csrc/ops/step.h)."""
 
     plan: NativePlan
+    is_gpu: bool
     options: list[Any]
     modes: Callable[[], int]  # torch_private.dispatch_mode_count
     step: Callable[..., int]  # (optimizer, grad_scale, found_inf, max_norm, work) -> answer
@@ -257,7 +258,7 @@ class NativePlan(Plan):
     Each step writes the table into a block on the host. The layout's block on the device already holds the key, so only
     the part after the key is sent:
 
-        | forms | sizes, dtypes, groups | addresses: a row for each array | addresses of rates | fp32 hyper-parameters |
+        | forms | sizes, dtypes, groups | addresses: a row for each array | weights | addresses of rates | numbers |
         |------------- key -------------|
     """
 
@@ -269,10 +270,11 @@ class NativePlan(Plan):
         self._family = family.name
         self._required = len(family.states) - family.optional  # the number of states that every parameter has
         self._count = len(members.params)
+        self._weights = self._count if any(weight != 1 for weight in members.weights) else 0  # how many are sent
         self.given_storages: Keys | None = None  # the last keys, and what `_fitted` returned for them
         self._storages: Keys = ()
         self._unread = 0  # how many columns Python read in the last step
-        self._shape: tuple[int, int] | None = None  # the number of rows of the table, and the number of groups
+        self._shape: tuple[int, int, int] | None = None  # the numbers of rows of the table, of weights, and of groups
         self._layouts: list[Layout] = []  # the most recently used first
         self._block: Block | None = None  # the block that the kernels of this step read; None until it is sent
         self._columns: dict[int, Column] = {}  # columns that Python read; the C++ sweep (_sweep.py) keeps no tensors
@@ -313,15 +315,17 @@ class NativePlan(Plan):
 
     def _fit_block(self, states: int, groups: int) -> None:
         """Allocates the block on the host, for a table with `states` rows for states and scales."""
-        shape = Row.STATE + states, groups
+        rows = Row.STATE + states
+        shape = rows, self._weights, groups
         if shape == self._shape:
             return
-        self._shape, rows = shape, shape[0]
+        self._shape = shape
         # Python reads numbers from this array, and not from a tensor, because tests forbid a step to read the value of
         # a tensor. They forbid it even for a tensor on the host, since they cannot tell whether a read waits for a
         # device.
-        self._words = array("q", bytes(8 * ((1 + rows) * self._count + groups * (1 + HYPER_WORDS))))
+        self._words = array("q", bytes(8 * ((1 + rows) * self._count + self._weights + groups * (1 + HYPER_WORDS))))
         self._host = Block.of(torch.frombuffer(self._words, dtype=torch.int64), self._count, *shape)
+        self._host.weights.copy_(torch.tensor(self.members.weights[: self._weights], dtype=torch.float64, device="cpu"))
         self._forms, self._table = self._host.forms, self._host.table
         self._key = self._host.words[: (1 + FIXED_ROWS) * self._count]
         # Scratch memory of `Sweep.apart` (_sweep.py): the last table and forms for which it found no overlap, and the
@@ -331,6 +335,11 @@ class NativePlan(Plan):
         # The fp32 hyper-parameters, written by way of a view of the array: a tensor would take 10 us for each group.
         self._hyper = memoryview(self._words).cast("B").cast("f")[-2 * groups * HYPER_WORDS :]
         self._layouts = []
+
+    @property
+    def _squares(self) -> int:
+        """The row of the table with the weights, or 0 (`Table::squares` of csrc/table.h)."""
+        return len(self._table) if self._weights else 0
 
     def _row(self, row: int) -> Sequence[int]:
         """Returns a row of the table on the host. Row -1 holds the forms."""
@@ -546,7 +555,7 @@ class NativePlan(Plan):
         first, pitch = block.hyper.data_ptr() + 4 * LR_COLUMN, 4 * HYPER_COLUMNS
         tensors = self._rate_tensors
         rates = [tensors[g].data_ptr() if g in tensors else first + pitch * g for g in range(len(block.rates))]
-        begin = (1 + len(self._table)) * self._count
+        begin = (1 + len(self._table)) * self._count + self._weights
         self._words[begin : begin + len(rates)] = array("q", rates)
 
     def check(self, scale: Tensor | None, *, write: bool, clear: bool) -> None:
@@ -563,6 +572,7 @@ class NativePlan(Plan):
             self.found_inf,
             self.norm,
             self.record,
+            self._squares,
         )
         if write:
             torch.autograd.graph.increment_version(self._gradients()[1])
@@ -620,14 +630,15 @@ class NativePlan(Plan):
         layouts = [layout for layout in self._layouts if not is_gpu or stream in layout.streams]
         arguments = (
             torchs, self.members.params, self.members.states, self.members.groups, self._storages, params, *state,
-            options, modes, torch.autograd.graph.increment_version, dlpack_device(self.device), stream,
-            len(self._table), self._host.words.data_ptr(), self._checked_table.data_ptr(), self._spans.data_ptr(),
-            self.record.data_ptr(), self.found_inf.data_ptr(), self.norm.data_ptr(), self._family,
+            options, modes, torch_private.increment_version(), dlpack_device(self.device), stream,
+            len(self._table), self._squares, self._host.words.data_ptr(), self._checked_table.data_ptr(),
+            self._spans.data_ptr(), self.record.data_ptr(), self.found_inf.data_ptr(), self.norm.data_ptr(),
+            self._family,
             [layout.for_cpp() for layout in layouts],
             (self._words, self._checked_table, self._spans, self.record, self.found_inf, self.norm, layouts),
         )  # fmt: skip
         capsule = compiled.make_step(*arguments)
-        return Warm(self, options, modes, functools.partial(compiled.step, capsule), arguments)
+        return Warm(self, is_gpu, options, modes, functools.partial(compiled.step, capsule), arguments)
 
     def forget(self) -> None:
         self._columns, self._relaid, self._held = {}, [], []

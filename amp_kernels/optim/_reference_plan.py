@@ -57,10 +57,12 @@ class ReferencePlan(Plan):
     def check(self, scale: Tensor | None, *, write: bool, clear: bool) -> None:
         factor = None if scale is None else scale.reciprocal()
         flags = [torch.zeros_like(self.found_inf) for _ in self.members.params]
+        squares = torch.zeros_like(self.norm, dtype=torch.float64)
         for t, (_, grad) in self._found.items():
-            reference.grad_norm([grad], found_inf=flags[t])
+            norm = reference.grad_norm([grad], inv_scale=factor, found_inf=flags[t])
+            squares += self.members.weights[t] * norm.double().square()
         grads = self._gradients()
-        self.norm.copy_(reference.grad_norm(grads, inv_scale=factor) if grads else torch.zeros_like(self.norm))
+        self.norm.copy_(squares.sqrt())
         bad = torch.stack(flags) != 0
         self.found_inf.copy_(bad.any() if clear else (self.found_inf != 0) | bad.any())
         if clear:

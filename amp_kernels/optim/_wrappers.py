@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections import deque
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 
 _OURS = "amp_kernels.optim."  # modules of optimizers that hold no other
+_CONTAINERS = list, tuple, dict, set, deque
 _DEPTH = 4  # of nested containers; a list may contain itself
 _LONG = 256  # entries; a longer container is searched only if it does not begin with a number or a text
 
@@ -72,7 +75,7 @@ def _optimizers_in(value: Any, depth: int = 0) -> Iterator[Any]:
     """
     if _is_optimizer(value):
         yield value
-    elif isinstance(value, (list, tuple, dict)) and depth < _DEPTH and not _is_data(value):
+    elif isinstance(value, _CONTAINERS) and depth < _DEPTH and not _is_data(value):
         for entry in value.values() if isinstance(value, dict) else value:
             yield from _optimizers_in(entry, depth + 1)
 
@@ -80,7 +83,7 @@ def _optimizers_in(value: Any, depth: int = 0) -> Iterator[Any]:
 def _is_data(value: Any) -> bool:
     plain = (Tensor, int, float, str) if len(value) > _LONG else Tensor
     for _ in range(_DEPTH):
-        if not isinstance(value, (list, tuple, dict)) or not value:
+        if not isinstance(value, _CONTAINERS) or not value:
             break
         value = next(iter(value.values() if isinstance(value, dict) else value))
     return isinstance(value, plain)
@@ -92,6 +95,36 @@ def _shares(inner: Any, holder: Any) -> bool:
         return True
     params = {id(p) for group in groups for p in group["params"]}
     return any(id(p) in params for group in inner.param_groups for p in group["params"])
+
+
+def holder_of_more(optimizer: torch.optim.Optimizer) -> Any:
+    """Returns an object on the call stack whose own optimizers leave out a part of its parameters, or None.
+
+    An object is taken for a sharding wrapper if its groups have all trainable parameters of `optimizer`, and others
+    that none of its own optimizers has. An object that splits its parameters by kind has an optimizer for each kind, so
+    it is not found. Frozen parameters do not count.
+    """
+    mine = _trainable(optimizer.param_groups)
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        # Only methods `step`, since before Python 3.13 `f_locals` keeps the variables of a function until it returns.
+        is_step = frame.f_code.co_name == "step" and "self" in frame.f_code.co_varnames[:1]
+        holder = frame.f_locals.get("self") if is_step else None
+        groups = None
+        with contextlib.suppress(Exception):  # `param_groups` may be a property
+            groups = getattr(holder, "param_groups", None)
+        if holder is not optimizer and mine < (theirs := _trainable(groups)):
+            held = (inner for inner in with_wrapped(holder) if inner is not holder)
+            if theirs - mine.union(*(_trainable(inner.param_groups) for inner in held)):
+                return holder
+        frame = frame.f_back
+    return None
+
+
+def _trainable(groups: Any) -> set[int]:
+    params = [group.get("params") for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
+    every = (p for some in params if isinstance(some, list) for p in some)
+    return {id(p) for p in every if isinstance(p, Tensor) and p.requires_grad}
 
 
 def is_in_wrappers_of_torch(step: Any, ours: Any) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.optim.optimizer import ParamsT
 
 from ..families import ADAM, RMSPROP, SGD
@@ -40,6 +41,9 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):  # type: ignore[override]
             with fewer than 4,096 elements has fp32 states. In int8, `optimizer.state[parameter]` has the keys
             "momentum_buffer_codes" and "momentum_buffer_scale". An option of every parameter group, which
             `load_state_dict` does not change.
+        norm_group: If each rank of a process group has only a part of the gradients (FSDP1, ZeroRedundancyOptimizer,
+            DeepSpeed), this group. The norm is then that of all ranks. DTensors need no group. An optimizer with a
+            group cannot be copied or pickled.
 
     Raises:
         ValueError: An argument is out of its range.
@@ -72,6 +76,7 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):  # type: ignore[override]
         fused: bool | None = None,
         max_grad_norm: float | None = None,
         state_dtype: torch.dtype | str = torch.float32,
+        norm_group: ProcessGroup | None = None,
     ) -> None:
         super().__init__(**_given(locals()))
 
@@ -119,6 +124,7 @@ class FusedRMSprop(FusedOptimizer, torch.optim.RMSprop):
         fused: bool | None = None,
         max_grad_norm: float | None = None,
         state_dtype: torch.dtype | str = torch.float32,
+        norm_group: ProcessGroup | None = None,
     ) -> None:
         super().__init__(**_given(locals()))
 
@@ -166,6 +172,7 @@ class FusedAdam(FusedOptimizer, torch.optim.Adam):  # type: ignore[override]
         decoupled_weight_decay: bool = False,
         max_grad_norm: float | None = None,
         state_dtype: torch.dtype | str = torch.float32,
+        norm_group: ProcessGroup | None = None,
     ) -> None:
         super().__init__(**_given(locals()))
 
@@ -206,6 +213,7 @@ class FusedAdamW(FusedOptimizer, torch.optim.AdamW):  # type: ignore[override]
         fused: bool | None = None,
         max_grad_norm: float | None = None,
         state_dtype: torch.dtype | str = torch.float32,
+        norm_group: ProcessGroup | None = None,
     ) -> None:
         super().__init__(**_given(locals()))
 

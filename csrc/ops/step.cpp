@@ -56,12 +56,12 @@ class Step {
     PyObject *torch, *groups, *storages, *layouts, *kept;
     unsigned long long stream, words, checked, spans, record, found_inf, norm;
     const char* family;
-    if (!PyArg_ParseTuple(arguments, "O!O!O!O!O!O!O!O!O!OO(ii)KiKKKKKKsO!O", &PyTuple_Type, &torch, &PyList_Type,
+    if (!PyArg_ParseTuple(arguments, "O!O!O!O!O!O!O!O!O!OO(ii)KiiKKKKKKsO!O", &PyTuple_Type, &torch, &PyList_Type,
                           &params_, &PyList_Type, &states_, &PyList_Type, &groups, &PyTuple_Type, &storages,
                           &PyList_Type, &plan_params_, &PyList_Type, &plan_keys_, &PyList_Type, &plan_values_,
                           &PyList_Type, &options_, &modes_, &increment_, &device_.first, &device_.second, &stream,
-                          &rows_, &words, &checked, &spans, &record, &found_inf, &norm, &family, &PyList_Type, &layouts,
-                          &kept)) {
+                          &rows_, &squares_, &words, &checked, &spans, &record, &found_inf, &norm, &family,
+                          &PyList_Type, &layouts, &kept)) {
       return false;
     }
     if (!torch_.read(torch)) return false;
@@ -225,7 +225,7 @@ class Step {
   void launch(const float* scale, const float* flag, const float* norm, float max_norm, long work) {
     const int64_t* const table = layout_->block + count_;
     const auto table_of = [&](int64_t begin, int64_t chunks) {
-      return Table{table, count_, layout_->entries + 2 * begin, chunks, layout_->chunk_size};
+      return Table{table, count_, layout_->entries + 2 * begin, chunks, layout_->chunk_size, squares_};
     };
     const Launcher device(gpu_of(device_));
     if (!is_sent_) device.send(words_ + key_words(), layout_->block + key_words(), words_count() - key_words());
@@ -279,9 +279,9 @@ class Step {
     return tensors != nullptr && Object(PyObject_CallFunctionObjArgs(increment_, tensors, nullptr)).get() != nullptr;
   }
 
-  // The words of a step, as amp_kernels/optim/_plan.py lays them out: forms | table | rates | hyper-parameters.
+  // The words of a step, as amp_kernels/optim/_plan.py lays them out: forms | table | weights | rates | numbers.
   int64_t* table() const { return words_ + count_; }
-  int64_t* rates() const { return table() + rows_ * count_; }
+  int64_t* rates() const { return table() + (rows_ + (squares_ != 0 ? 1 : 0)) * count_; }
   int64_t* hyper_words() const { return rates() + groups_count(); }
   float* hyper() const { return reinterpret_cast<float*>(hyper_words()); }
   int64_t groups_count() const { return static_cast<int64_t>(storages_.size()); }
@@ -300,6 +300,7 @@ class Step {
   std::vector<Layout> layouts_;
   Py_ssize_t count_ = 0;
   int rows_ = 0;
+  int squares_ = 0;  // the row behind these that holds the weights of squares; 0 if there is none
   uint64_t stream_ = 0;
   int64_t *words_ = nullptr, *checked_ = nullptr, *spans_ = nullptr;
   Record* record_ = nullptr;

@@ -8,8 +8,8 @@ namespace amp_kernels {
 
 // make_step(torch: tuple, parameters: list, states: list, groups: list, storages: tuple, plan_params: list,
 //           plan_keys: list, plan_values: list, options: list, modes: callable, increment_version: callable,
-//           device: tuple, stream: int, rows: int, words: int, checked: int, spans: int, record: int, found_inf: int,
-//           norm: int, family: str, layouts: list, kept: tuple) -> capsule
+//           device: tuple, stream: int, rows: int, squares: int, words: int, checked: int, spans: int, record: int,
+//           found_inf: int, norm: int, family: str, layouts: list, kept: tuple) -> capsule
 //
 // The caller keeps the arguments as long as the capsule. `kept` holds the memory of all addresses. `options` has a
 // tuple (name, value, name, value, ...) for each group. A layout is (key, block, entries, partials, chunk_size,

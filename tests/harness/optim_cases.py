@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -221,3 +222,28 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.names.append(func.name())
         return func(*args, **(kwargs or {}))
+
+
+WAITS = ("item", "tolist", "__bool__", "cpu", "__int__", "__float__", "__index__", "numpy", "nonzero")
+
+
+@contextlib.contextmanager
+def waits_raise(device: torch.device, monkeypatch: pytest.MonkeyPatch, first: bool = False) -> Iterator[None]:
+    """On a GPU also those inside of torch. The first step may make its table of Python numbers."""
+
+    def wait(*_: Any, **__: Any) -> None:
+        raise AssertionError("waits for the device")
+
+    with monkeypatch.context() as patch:
+        for name in WAITS:
+            if not (first and name == "tolist"):
+                patch.setattr(torch.Tensor, name, wait)
+        if device.type == "cpu":  # Here the scaler reads a flag that is on the host already, to warn of skips.
+            patch.setattr(GradScaler, "_warn_of_skips", lambda *_: None)
+        if device.type == "cuda" and not first:
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            if device.type == "cuda":
+                torch.cuda.set_sync_debug_mode("default")

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
 from optim_cases import (
@@ -21,6 +17,7 @@ from optim_cases import (
     snapshot,
     started,
     step_under,
+    waits_raise,
 )
 from torch import Tensor
 
@@ -63,31 +60,6 @@ def test_default_device(device, family):
 
 
 # ------------------------------------------------------------------------------------------------------ time and memory
-WAITS = ("item", "tolist", "__bool__", "cpu", "__int__", "__float__", "__index__", "numpy", "nonzero")
-
-
-@contextlib.contextmanager
-def waits_raise(device: torch.device, monkeypatch: pytest.MonkeyPatch, first: bool = False) -> Iterator[None]:
-    """On a GPU also those inside of torch. The first step may make its table of Python numbers."""
-
-    def wait(*_: Any, **__: Any) -> None:
-        raise AssertionError("waits for the device")
-
-    with monkeypatch.context() as patch:
-        for name in WAITS:
-            if not (first and name == "tolist"):
-                patch.setattr(torch.Tensor, name, wait)
-        if device.type == "cpu":  # Here the scaler reads a flag that is on the host already, to warn of skips.
-            patch.setattr(amp_kernels.GradScaler, "_warn_of_skips", lambda *_: None)
-        if device.type == "cuda" and not first:
-            torch.cuda.set_sync_debug_mode("error")
-        try:
-            yield
-        finally:
-            if device.type == "cuda":
-                torch.cuda.set_sync_debug_mode("default")
-
-
 @families
 @pytest.mark.parametrize("use_scaler", [False, True], ids=["", "scaler"])
 def test_a_step_does_not_wait(device, family, use_scaler, monkeypatch):
