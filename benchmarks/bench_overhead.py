@@ -139,13 +139,18 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 
 
 def step(family: str, kind: str, count: int, device: torch.device) -> Built:
-    """`kind`: "fp32", "scaler", "DTensors", "captured" (the replay of a CUDA graph), or "bf16".
+    """`kind`: "fp32", "scaler", "clipped", "DTensors", "clipped DTensors", "captured" (the replay of a CUDA graph), or
+    "bf16".
 
     For "bf16", ours has 16-bit weights, and torch's has fp32 weights.
+
+    For "clipped", the fused optimizer clips inside its step. torch's `clip_grad_norm_` is called before the step of
+    torch's optimizer.
     """
     ours, torchs, options = FAMILIES[family]
     grads, start = tensors(count, 64, device), tensors(count, 64, device)
-    if kind == "DTensors":
+    clips = kind.startswith("clipped")
+    if kind.endswith("DTensors"):
         mesh = one_rank(device)
         shard: Callable[[Tensor], Tensor] = lambda x: distribute_tensor(x, mesh, [Shard(0)])  # noqa: E731
         grads, start = list(map(shard, grads)), list(map(shard, start))
@@ -153,10 +158,13 @@ def step(family: str, kind: str, count: int, device: torch.device) -> Built:
     def build(make: Callable[..., torch.optim.Optimizer], scaler: Any, dtype: torch.dtype) -> Job:
         params = [torch.nn.Parameter(p.to(dtype, copy=True)) for p in start]
         for p, g in zip(params, grads, strict=True):
-            p.grad = g.to(dtype)
+            p.grad = g.to(dtype, copy=clips)
         if kind == "captured":
             return job(captured(make, params, options), lambda _: params, expected, tolerance)
-        optimizer = make(params, lr=LR, **options)
+        is_ours = make is ours
+        optimizer = make(params, lr=LR, **options, **({"max_grad_norm": 1.0} if clips and is_ours else {}))
+        if clips and not is_ours:
+            return job(partial(clip_and_step, params, optimizer), lambda _: list(map(whole, params)), expected, 1e-5)
         if kind != "scaler":
             return job(optimizer.step, lambda _: [whole(p) for p in params], expected, tolerance)
         own = scaler(device.type, init_scale=1.0)
@@ -172,13 +180,20 @@ def step(family: str, kind: str, count: int, device: torch.device) -> Built:
     tolerance = 1e-2 if is_low else 1e-6
     after = [torch.nn.Parameter(whole(p).clone()) for p in start]
     for p, g in zip(after, grads, strict=True):
-        p.grad = whole(g)
-    torchs(after, lr=LR, **options).step()
+        p.grad = whole(g).clone()
+    after_step = torchs(after, lr=LR, **options)
+    clip_and_step(after, after_step) if clips else after_step.step()
     expected = [p.detach() for p in after]
     own_dtype = torch.bfloat16 if is_low else torch.float32
     yield f"amp_kernels {ours.__name__}.step", partial(build, ours, amp_kernels.GradScaler, own_dtype)
     how = "foreach" if family == "RMSprop" else "fused"
-    yield f"torch {family}({how}=True).step", partial(build, torchs, torch.amp.GradScaler, torch.float32)
+    before = "clip_grad_norm_ and " if clips else ""
+    yield f"torch {before}{family}({how}=True).step", partial(build, torchs, torch.amp.GradScaler, torch.float32)
+
+
+def clip_and_step(params: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> None:
+    torch.nn.utils.clip_grad_norm_(params, 1.0)
+    optimizer.step()
 
 
 def captured(
@@ -242,7 +257,13 @@ SIZES = (1, 4, 10, 50, 150, 1000)
 STEPS: dict[str, dict[str, tuple[int, ...]]] = {
     "SGD": {"fp32": SIZES},
     "RMSprop": {"fp32": SIZES},
-    "AdamW": {"fp32": SIZES, "scaler": SIZES, "bf16": SIZES, "DTensors": (4, 160, 1000), "captured": (1000,)},
+    "AdamW": {
+        **dict.fromkeys(("fp32", "scaler", "bf16"), SIZES),
+        "clipped": (4, 1000, 20000),
+        "DTensors": (4, 160, 1000),
+        "clipped DTensors": (4, 160),
+        "captured": (1000,),
+    },
 }
 CASES = {
     **{f"unscale_ of {n}": (((64,),) * n, torch.float32, partial(unscale, n)) for n in (1, 10, 1000)},
