@@ -130,16 +130,18 @@ def check(world: int, place: Place, collectives: int = 1) -> None:
     """Trains in `world` processes, and with all parameters in one. The last rank with parameters finds an overflow."""
 
     def body(rank: int) -> tuple[list[Where], list[Result]]:
-        wheres, overflow_on = place(rank), min(world - 1, 3)
+        wheres, overflow_on = place(rank), 0 if place is all_on_the_first_rank else min(world - 1, 3)
         results = []
         for family, dtype in RUNS if wheres else ():
             with counted() as count, case(family.__name__, dtype):
                 results.append(train(wheres, family, dtype, overflow_on))
             assert len(count) == collectives * (STEPS - (dtype is not torch.float16)), count
-        return [where._replace(mesh=None, placements=()) for where in wheres], results
+        return [
+            where._replace(mesh=None, placements=()) for where in wheres if rank == 0 or where.gets_gradients
+        ], results
 
     of_ranks = ranks(world, body)
-    every = {where.name: where for wheres, _ in of_ranks for where in wheres}
+    every = {where.name: where for wheres, _ in reversed(of_ranks) for where in wheres}
     for i, (family, dtype) in enumerate(RUNS):
         exact = in_one_process(list(every.values()), family, dtype, torch.float64)
         theirs = in_one_process(list(every.values()), family, dtype, torch.float32)
@@ -205,10 +207,19 @@ def with_plain(rank: int) -> list[Where]:
 
 
 def without_a_gradient(rank: int) -> list[Where]:
-    """The last rank has no gradients: its shards are empty."""
+    """On one rank a parameter has no gradient, since its shard is empty. On all ranks the frozen one has none."""
     mesh = mesh_of(dist.get_world_size())
-    is_last = rank == dist.get_world_size() - 1
-    return [Where("few", FEW, mesh, [Shard(0)], gets_gradients=not is_last), Where("w", EVEN, mesh, [Replicate()])]
+    return [
+        Where("few", FEW, mesh, [Shard(0)], gets_gradients=rank == 0),
+        Where("w", EVEN, mesh, [Replicate()]),
+        Where("frozen", UNEVEN, mesh, [Shard(0)], gets_gradients=False),
+    ]
+
+
+def all_on_the_first_rank(rank: int) -> list[Where]:
+    """The other rank has no gradient at all."""
+    mesh = mesh_of(dist.get_world_size())
+    return [Where(name, FEW, mesh, [Shard(0)], gets_gradients=rank == 0) for name in ("first", "second")]
 
 
 def in_another_order(rank: int) -> list[Where]:
@@ -255,7 +266,10 @@ def experts(rank: int) -> list[Where]:
 
 
 @isolated
-@pytest.mark.parametrize("layout", [fsdp2, tensor_parallel, with_plain, in_another_order])
+@pytest.mark.parametrize(
+    "layout",
+    [fsdp2, tensor_parallel, with_plain, in_another_order, without_a_gradient, all_on_the_first_rank],
+)
 def test_two_ranks(layout):
     check(2, layout)
 
