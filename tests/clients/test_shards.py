@@ -536,19 +536,23 @@ def test_a_captured_step_of_dtensors_is_refused():
 
 
 @isolated
-def test_a_mesh_with_a_group_of_its_own():
-    """The default group has no backend for the device, but that of the mesh has one."""
+def test_a_mesh_with_groups_of_its_own():
+    """The default group has no backend for the device, but those of the mesh have one."""
 
-    def body(rank: int) -> tuple[float, float]:
-        world, other = dist.group.WORLD, dist.new_group(backend="gloo")
-        backends = dist.get_backend_config
-        p = given(dist.device_mesh.DeviceMesh.from_group(other, "cpu"))
+    def body(rank: int) -> tuple[float, int]:
+        pairs = [(pair, dist.new_group(pair)) for pair in ([0, 2], [1, 3], [0, 1], [2, 3])]
+        own = [group for pair, group in pairs if rank in pair]
+        mesh = dist.device_mesh.DeviceMesh.from_group(
+            own, "cpu", torch.tensor([[0, 1], [2, 3]]), mesh_dim_names=("a", "b")
+        )
+        p = given(mesh, [Replicate(), Shard(0)])
         optimizer, scaler = FusedSGD([p], lr=1.0, max_grad_norm=1.0), started(CPU)
+        world, backends = dist.group.WORLD, dist.get_backend_config
         with mock.patch.object(dist, "get_backend_config", lambda g: "cuda:gloo" if g is world else backends(g)):
             scaler.step(optimizer)
         return optimizer.grad_norm.item(), int(optimizer.state[p]["step"])
 
-    assert ranks(2, body) == [(0.5, 1)] * 2
+    assert ranks(4, body) == [(0.5, 1)] * 4
 
 
 @isolated
