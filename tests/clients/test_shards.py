@@ -1350,17 +1350,20 @@ def test_parameters_in_another_order_choose_the_same_root():
 
 
 @isolated
-def test_what_torchs_clip_does_not_take():
-    """The guide says that it raises an error for these."""
+@pytest.mark.parametrize("layout", [fsdp2, tensor_parallel, hybrid, slices, experts, with_plain])
+def test_what_torchs_clip_takes(layout):
+    """The guide says for which layouts it raises an error. Ours takes them all."""
 
     def body(rank: int) -> None:
-        mesh = mesh_of(2, 2)
-        plain = Parameter(torch.ones(2))
-        plain.grad = torch.ones(2)
-        for other in (plain, given(mesh["dp"])):
-            params = [given(mesh, [Replicate(), Shard(0)]), other]
-            with pytest.raises(RuntimeError):
-                torch.nn.utils.clip_grad_norm_(params, 1.0)
-            amp_kernels.clip_grad_norm_(params, 1.0)
+        wheres = sorted(layout(rank))
+        params = [Parameter(where.placed(where.value())) for where in wheres]
+        for where, p in zip(wheres, params, strict=True):
+            p.grad = where.placed(where.gradient(0))
+        ours = amp_kernels.clip_grad_norm_(params, 1e9)
+        if layout in (fsdp2, tensor_parallel, hybrid):
+            torch.testing.assert_close(whole(torch.nn.utils.clip_grad_norm_(params, 1e9)), ours)
+        else:
+            with pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor|must have the same mesh"):
+                torch.nn.utils.clip_grad_norm_(params, 1e9)
 
     ranks(4, body)
