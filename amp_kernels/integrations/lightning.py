@@ -134,7 +134,7 @@ class FusedPrecision(MixedPrecision):
         is_lightnings = model.automatic_optimization and not is_overridden("configure_gradient_clipping", model)
         is_by_norm = gradient_clip_algorithm in (None, GradClipAlgorithmType.NORM)
         is_ours = isinstance(optimizer, FusedOptimizer)
-        # With DTensors a step sees this rank's part of the gradients only.
+        # torch clips DTensors, since a step refuses a mesh that has a dimension without parameters.
         if not clip_val or clip_val <= 0 or not (is_lightnings and is_by_norm and is_ours) or optimizer._has_dtensors():
             super()._clip_gradients(model, optimizer, clip_val, gradient_clip_algorithm)
         elif optimizer.max_grad_norm is None:

@@ -184,7 +184,8 @@ class FusedTrainer(Trainer):
     def _clips_in_step(self) -> bool:
         """Whether the step of a fused optimizer clips. Otherwise the Trainer does.
 
-        The norm of a shard is not that of all gradients. A callback before the step expects clipped gradients.
+        The Trainer clips sharded parameters, since a step needs a `norm_group` for most kinds. A callback before the
+        step expects clipped gradients.
         """
         optimizer = self._fused()
         if optimizer is None or self._is_sharded(optimizer):
