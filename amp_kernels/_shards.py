@@ -248,6 +248,11 @@ def _all_of(meshes: Iterable[DeviceMesh]) -> list[ProcessGroup]:
     return list({tuple(dist.get_process_group_ranks(group)): group for group in groups}.values())
 
 
+def has_ranks() -> bool:
+    """Returns whether this process is a rank of a process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def check_group(caller: str, name: str, group: object, device_type: str | None = None) -> None:
     """Raises an error unless `group` is a process group of this rank, and reduces tensors on `device_type`."""
     if not isinstance(group, ProcessGroup):

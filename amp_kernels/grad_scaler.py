@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from . import torch_private
-from ._shards import check_group
+from ._shards import check_group, has_ranks
 from ._zero_gradients import ZeroGradients
 from .functional.unscale import to_device, unscale_
 from .ops.checks import why_not_loaded
@@ -425,7 +425,9 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        inside = (inner._norm_group for inner in innermost(optimizer) if isinstance(inner, FusedOptimizer))
+        is_torchs = type(optimizer).__module__.startswith("torch.optim.")  # holds no other; the search takes 40 us
+        found = innermost(optimizer) if has_ranks() and not is_torchs else ()
+        inside = (inner._norm_group for inner in found if isinstance(inner, FusedOptimizer))
         groups = dict.fromkeys((self._process_group, *inside))  # without doubles
         by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
         for param in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):

@@ -237,7 +237,7 @@ class FusedOptimizer(WithCheckpoints):
     def _is_flattened(self) -> bool:
         # FSDP1 needs a process group. If there is none, a step need not look at every parameter (perhaps a thousand).
         params = (p for group in self.param_groups for p in group["params"])
-        return _has_ranks() and any(map(torch_private.is_flattened_by_fsdp1, params))
+        return _shards.has_ranks() and any(map(torch_private.is_flattened_by_fsdp1, params))
 
     # ------------------------------------------------------------------------------------------------------- step
     @torch.compiler.disable
@@ -482,7 +482,7 @@ class FusedOptimizer(WithCheckpoints):
         """Raises RuntimeError if this rank has a part of the gradients, and does not know which ranks have the rest."""
         if self._shards is not None:
             self._shards.check(f"{type(self).__name__} with max_grad_norm")
-        elif self._norm_group is None and not self._is_whole and _has_ranks() and dist.get_world_size() > 1:
+        elif self._norm_group is None and not self._is_whole and _shards.has_ranks() and dist.get_world_size() > 1:
             what = ""
             if self._is_flattened():
                 what = "parameters of FSDP1"
@@ -866,10 +866,6 @@ def _weak(holder: Any) -> Callable[[], Any]:
 
 def _nothing() -> Any:
     return None
-
-
-def _has_ranks() -> bool:
-    return dist.is_available() and dist.is_initialized()
 
 
 def _version_of(gradient: Tensor) -> int:
