@@ -119,11 +119,13 @@ def of_dtensors(tensors: Sequence[Tensor]) -> Shards | None:
     if len(everyone) < 2 and not others:
         return None
 
-    counts: dict[tuple[DeviceMesh, tuple[Placement, ...]] | None, float] = {None: 1 / len(everyone)}
+    # By place: how often this rank counts the squares there, and the ranks that hold it.
+    counts: dict[tuple[DeviceMesh, tuple[Placement, ...]] | None, tuple[float, tuple[int, ...]]]
+    counts = {None: (1 / len(everyone), everyone)}
     for mesh, placements in filter(None, dict.fromkeys(places)):
         holders = spans[root_of[mesh]].ranks if mesh in own else everyone
-        counts[mesh, placements] = math.prod(mesh.size(d) for d, p in enumerate(placements) if _cuts(p)) / len(holders)
-    of_place = {p: everyone if p is None or p[0] not in own else spans[root_of[p[0]]].ranks for p in counts}
+        parts = math.prod(mesh.size(d) for d, p in enumerate(placements) if _cuts(p))
+        counts[mesh, placements] = parts / len(holders), holders
     device = _device(tensors)
     sets = list(dict.fromkeys([*(spans[root].ranks for root in order), *others]))
     problem, is_right_here = "", False
@@ -138,8 +140,8 @@ def of_dtensors(tensors: Sequence[Tensor]) -> Shards | None:
         problem = next(filter(None, (spans[root].problem for root in order)), "")
         found = _groups(order[0], own, spans[order[0]], device.type)
         groups, is_right_here = found or _all_of(own), found is not None
-    weights, of_tensor = [counts[place] for place in places], [of_place[place] for place in places]
-    shards = Shards(groups, device, weights, of_tensor, problem, is_right_here)
+    weights, of_tensor = zip(*(counts[place] for place in places), strict=True)
+    shards = Shards(groups, device, list(weights), list(of_tensor), problem, is_right_here)
     return _reducible(shards)
 
 

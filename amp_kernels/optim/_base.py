@@ -20,7 +20,6 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT, _global_optimizer_pre_hooks
 
@@ -221,11 +220,13 @@ class FusedOptimizer(WithCheckpoints):
         """
         scaler = caller(_SCALER)
         if self._norm_group is not None and scaler is not None:
+            # Ranks always agree under amp_kernels.GradScaler. Under ShardedGradScaler they do with FSDP1.
             kind = type(scaler.f_locals["self"])
-            if kind is torch.amp.GradScaler or (kind is ShardedGradScaler and self._takes_verdicts()):
+            agrees = hasattr(kind, "_agree_over_groups")
+            if not agrees and (kind is torch.amp.GradScaler or self._takes_verdicts()):
                 raise RuntimeError(
-                    f"{type(self).__name__}: norm_group must be None under torch's {kind.__name__}, whose ranks do not "
-                    "agree on a skip here; use amp_kernels.GradScaler"
+                    f"{type(self).__name__}: norm_group must be None under a {kind.__name__} of torch, whose ranks do "
+                    "not agree on a skip here; use amp_kernels.GradScaler"
                 )
         return self._takes_verdicts() and (scaler is None or scaler.f_locals.get("optimizer") is self)
 

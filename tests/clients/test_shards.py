@@ -58,7 +58,7 @@ class Where(NamedTuple):
         return (8 * randn(*self.size, seed=self.seed())).round() / 8
 
     def gradient(self, step: int) -> Tensor:
-        """Exact in 16 bits, so that the norm of one process is that of several."""
+        """Returns values that are exact in 16 bits, so that one process gets the same norm as several."""
         return (4 * randn(*self.size, seed=100 * (1 + step) + self.seed())).round() / 4
 
     def placed(self, whole: Tensor) -> Tensor:
@@ -537,7 +537,7 @@ def test_a_captured_step_of_dtensors_is_refused():
 
 @isolated
 def test_a_mesh_with_groups_of_its_own():
-    """The default group has no backend for the device, but those of the mesh have one."""
+    """The default group has no backend for the device, but the groups of the mesh have one."""
 
     def body(rank: int) -> tuple[float, int]:
         pairs = [(pair, dist.new_group(pair)) for pair in ([0, 2], [1, 3], [0, 1], [2, 3])]
@@ -646,7 +646,7 @@ def test_lists_of_a_stage_and_of_ranks_without_gradients():
 @isolated
 @pytest.mark.parametrize("family", [FusedSGD, FusedRMSprop, FusedAdamW])
 def test_what_follows_a_skip_agrees(family):
-    """One rank finds inf in its shard. Scale, schedule and averages of all ranks are those of a whole skip."""
+    """One rank finds inf in its shard. Afterwards all ranks have the same scale, schedule and averages."""
 
     def body(rank: int) -> dict[str, Any]:
         wheres = [Where("w", EVEN, mesh_of(2), [Shard(0)]), Where("norm", (7,), mesh_of(2), [Replicate()])]
@@ -804,7 +804,7 @@ class DeepSpeed:
 
 
 class Split:
-    """Two optimizers for two kinds of parameters, as those with Muon have them. They leave out frozen ones."""
+    """Has two optimizers for two kinds of parameters, as splitters for Muon do. Frozen parameters are left out."""
 
     def __init__(self, params: Any, kind: Any) -> None:
         every = list(params)
@@ -1150,7 +1150,9 @@ def test_what_a_norm_group_forbids():
         for scaler in (torch.amp.GradScaler, ShardedGradScaler):
             p.grad = torch.ones_like(p)
             optimizer, its = FusedSGD([p], lr=1.0, norm_group=dist.group.WORLD), started(CPU, scaler)
-            refused(lambda o=optimizer, s=its: s.step(o), [p], f"must be None under torch's {scaler.__name__}, whose")
+            refused(
+                lambda o=optimizer, s=its: s.step(o), [p], f"must be None under a {scaler.__name__} of torch, whose"
+            )
         net = fsdp1("shards", False, rank)
         net(randn(4, 6, seed=0)).sum().backward()
         optimizer = FusedSGD(net.parameters(), lr=1.0, norm_group=net.process_group)
