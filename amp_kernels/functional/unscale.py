@@ -14,12 +14,14 @@ from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from .. import _shards
+from .. import _shards, torch_private
 from ..ops import unscale as ops
 from ..ops.checks import as_list, check_are_tensors, check_scalar, to_list
 from ..ops.library import call, note_written
 from ..ops.lists import norm_in_one_call, pass_in_one_call
 from ..ops.table import DTYPE_CODES
+
+_LOCAL_TENSOR, _ = torch_private.dtensor_attributes()
 
 
 def unscale_(grads: Sequence[Tensor], *, inv_scale: Tensor, found_inf: Tensor) -> None:
@@ -129,7 +131,10 @@ def _settled(gradient: DTensor) -> DTensor:
 
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's part of a DTensor; any other tensor itself."""
-    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    part: Tensor = tensor
+    if isinstance(tensor, DTensor):  # the attribute takes a hundredth of the 3 us of `to_local`
+        held: Tensor | None = getattr(tensor, _LOCAL_TENSOR, None)
+        part = tensor.to_local() if held is None else held
     return part.wait() if isinstance(part, AsyncCollectiveTensor) else part
 
 
